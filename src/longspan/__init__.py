@@ -1,0 +1,1 @@
+"""Longspan: exact reinforcement learning on long sequences. Read engine/engine.py first."""
