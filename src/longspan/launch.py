@@ -1,0 +1,217 @@
+"""Starting ranks: the only reader of RANK, WORLD_SIZE, LOCAL_RANK and the rest of the environment.
+
+`launch(fn, ranks=2)` runs `fn` in that many processes of this machine and returns what each returned. torchrun and Slurm start
+ranks themselves; then `world()` joins them. Either way `world()` says who this process is; a process that nobody launched is a world
+of one. The first failure ends the run: the others are stopped, the failing rank is named and its traceback shown.
+Backends: gloo on CPU; on CUDA `cpu:gloo,cuda:nccl`, so that small host-side checks need no device synchronisation.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from longspan.errors import LongspanError, RankError, UserError
+
+__all__ = ["World", "launch", "world"]
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+GRACE_S = 3.0  # how long the other ranks may take to end by themselves after the first failure
+PRELOAD = ["torch", "transformers.modeling_utils", "longspan.launch"]  # imported once, then forked: 7 s saved a rank
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Who this process is: its rank, the number of ranks, its place on this machine, and its device."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    device: torch.device
+
+
+def world() -> World:
+    """Join the process group that torchrun or `launch` started (a group of one where nobody did) and describe this process."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = _device(os.environ.get("LONGSPAN_DEVICE", "auto"), local_rank)
+    if not dist.is_initialized():
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(_backend(device), timeout=COLLECTIVE_TIMEOUT)
+        else:
+            dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+def launch(
+    fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 600.0, device: str = "auto"
+) -> list[Any]:
+    """Run `fn(*args)` on `ranks` processes of this machine and return their results, rank 0 first.
+
+    fn: any callable, closures included (it travels by cloudpickle); what it returns must pickle.
+    timeout_s: seconds for the whole run; after it every rank is stopped and the ones still running are named with their stacks.
+    device: "auto" (CUDA where every rank has a GPU, else CPU), "cpu" or "cuda".
+    Raises UserError for a bad number of ranks; the rank's own error where it is one of ours; RankError for any other failure.
+    """
+    if ranks < 1:
+        raise UserError(f"ranks={ranks} must be at least 1")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    folder = Path(tempfile.mkdtemp(prefix="longspan-launch-"))
+    payload = cloudpickle.dumps((fn, args))
+    workers, pipes = [], []
+    try:
+        for rank in range(ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            worker = context.Process(target=_worker, args=(rank, ranks, str(folder), device, payload, sender))
+            worker.start()
+            sender.close()
+            workers.append(worker)
+            pipes.append(receiver)
+        with _forward_sigterm(workers):
+            return _collect(workers, pipes, folder, timeout_s)
+    finally:
+        _stop(workers)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _worker(rank: int, ranks: int, folder: str, device_name: str, payload: bytes, pipe: Any) -> None:
+    """Body of one rank: joins the group, runs the function, sends ("ok", result) or ("error", time, exception, traceback)."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LONGSPAN_DEVICE=device_name)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with open(Path(folder) / f"stack-{rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        try:
+            device = _device(device_name, rank)
+            if device.type == "cpu":
+                torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+            store = dist.FileStore(str(Path(folder) / "store"), ranks)
+            dist.init_process_group(
+                _backend(device), store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT
+            )
+            fn, args = pickle.loads(payload)
+            message = ("ok", cloudpickle.dumps(fn(*args)))
+        except BaseException as error:  # reported to the parent, which raises it: nothing is swallowed
+            message = ("error", time.time(), _portable(error), traceback.format_exc())
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send(message)
+        pipe.close()
+        if message[0] == "ok" and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _portable(error: BaseException) -> LongspanError | None:
+    """Our own errors travel as they are; any other is described by its traceback."""
+    return error if isinstance(error, LongspanError) else None
+
+
+def _collect(workers: list[Any], pipes: list[Any], folder: Path, timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, tuple[float, LongspanError | None, str]] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(results) + len(failures) < len(pipes):
+        pending = {pipes[rank]: rank for rank in range(len(pipes)) if rank not in results and rank not in failures}
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            if failures:
+                break
+            raise RankError(_describe_hang(sorted(pending.values()), workers, folder, timeout_s))
+        for pipe in ready:
+            rank = pending[pipe]
+            try:
+                message = pipe.recv()
+            except EOFError:
+                workers[rank].join(1.0)
+                failures[rank] = (time.time(), None, f"the process died with exit code {workers[rank].exitcode}")
+                message = ("dead",)
+            if message[0] == "ok":
+                results[rank] = pickle.loads(message[1])
+            elif message[0] == "error":
+                failures[rank] = message[1:]
+        if failures:
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failures:
+        _raise_first(failures)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _raise_first(failures: dict[int, tuple[float, LongspanError | None, str]]) -> None:
+    """Raise the error of the rank that failed first; one of our own errors comes before the broken pipes that it caused."""
+    rank, (_, error, trace) = min(failures.items(), key=lambda item: (item[1][1] is None, item[1][0]))
+    if error is not None:
+        error.add_note(f"raised first by rank {rank} of the ranks that failed: {sorted(failures)}\n{trace}")
+        raise error
+    raise RankError(f"rank {rank} failed first (failed: {sorted(failures)}):\n{trace}")
+
+
+def _describe_hang(ranks: list[int], workers: list[Any], folder: Path, timeout_s: float) -> str:
+    for rank in ranks:
+        if workers[rank].is_alive():
+            os.kill(workers[rank].pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    stacks = [f"rank {rank}:\n{(folder / f'stack-{rank}').read_text()[:2000]}" for rank in ranks]
+    return f"ranks {ranks} did not finish within {timeout_s:g} s. Raise timeout_s or look where they wait:\n" + "\n".join(
+        stacks
+    )
+
+
+def _stop(workers: list[Any]) -> None:
+    for worker in workers:
+        worker.join(0.5 if worker.is_alive() else None)
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+
+
+@contextlib.contextmanager
+def _forward_sigterm(workers: list[Any]) -> Iterator[None]:
+    """While ranks run, a SIGTERM to this process goes to them: they save and end in their own time."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def forward(*_: Any) -> None:
+        for worker in workers:
+            if worker.is_alive():
+                worker.terminate()
+
+    previous = signal.signal(signal.SIGTERM, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda" or not torch.cuda.is_available():
+        raise UserError(f"device={name!r} is not available here. Use 'cpu', or 'cuda' on a machine with a GPU for each rank")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
