@@ -1,0 +1,1 @@
+"""3. Mixers: what lets tokens meet across ranks."""
