@@ -1,0 +1,198 @@
+"""References to images and videos. Nothing is decoded until `load()`, which only the ranks that need the pixels call.
+
+`size()` reads no more than a file's header. `key()` is equal for equal pictures, on every rank: path, size and mtime of a file,
+or a hash of the pixels of an array; identical images of a micro-step are encoded once by it.
+Pixels are uint8 RGB [H, W, 3] (video [F, H, W, 3]); float arrays are taken as 0..1; EXIF orientation is applied.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+from PIL import UnidentifiedImageError
+from torch import Tensor
+
+from longspan.errors import UserError
+
+ImageSource = str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tensor
+VideoSource = str | os.PathLike[str] | np.ndarray | Tensor | Sequence[ImageSource]
+Key = tuple[str | int, ...]
+
+FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+EXIF_ORIENTATION = 274  # tag; values 5 to 8 swap height and width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """One picture: a path, a PIL image, or pixels [H, W, 3] ([H, W] is grey)."""
+
+    source: ImageSource
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, np.ndarray | Tensor):
+            _check_shape("Image", tuple(self.source.shape), frames=False)
+        elif not isinstance(self.source, str | os.PathLike | PIL.Image.Image):
+            raise UserError(f"Image got a {type(self.source).__name__}. Give a path, a PIL image, or pixels [H, W, 3].")
+
+    def size(self) -> tuple[int, int]:
+        """(height, width); a file's header is all that is read."""
+        if isinstance(self.source, np.ndarray | Tensor):
+            return int(self.source.shape[0]), int(self.source.shape[1])
+        if isinstance(self.source, PIL.Image.Image):
+            return _oriented_size(self.source)
+        with _open(Path(self.source)) as image:
+            return _oriented_size(image)
+
+    def load(self) -> PIL.Image.Image:
+        """The decoded picture, RGB."""
+        if isinstance(self.source, np.ndarray | Tensor):
+            return PIL.Image.fromarray(_pixels("Image", self.source))
+        if isinstance(self.source, PIL.Image.Image):
+            return PIL.ImageOps.exif_transpose(self.source).convert("RGB")
+        with _open(Path(self.source)) as image:
+            try:
+                return PIL.ImageOps.exif_transpose(image).convert("RGB")
+            except (OSError, SyntaxError) as error:
+                raise UserError(
+                    f"image file {self.source} cannot be decoded: {error}. Replace the file or drop the sample."
+                ) from None
+
+    def key(self) -> Key:
+        """Equal for equal pictures."""
+        if isinstance(self.source, np.ndarray | Tensor | PIL.Image.Image):
+            return _hash(np.asarray(self.load()))
+        return _path_key(Path(self.source))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Video:
+    """Frames in order: pixels [F, H, W, 3], a list of pictures, or a folder whose image files are the frames by name."""
+
+    source: VideoSource
+    timestamps: tuple[float, ...] | None = None  # seconds, one a frame, rising; None: the model's default frame rate
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, np.ndarray | Tensor):
+            _check_shape("Video", tuple(self.source.shape), frames=True)
+        elif not isinstance(self.source, str | os.PathLike):
+            object.__setattr__(self, "source", tuple(self.source))
+            if not self.source:
+                raise UserError("Video got 0 frames. Give at least one, or leave the video out of the sample.")
+        if self.timestamps is None:
+            return
+        stamps = tuple(float(stamp) for stamp in self.timestamps)
+        object.__setattr__(self, "timestamps", stamps)
+        if any(not later > earlier for earlier, later in zip(stamps, stamps[1:], strict=False)):
+            raise UserError(
+                f"Video timestamps must rise from frame to frame, got {stamps[:8]}. Sort the frames by time."
+            )
+        if len(stamps) != self.num_frames():
+            raise UserError(
+                f"Video has {self.num_frames()} frames and {len(stamps)} timestamps. Give one timestamp a frame."
+            )
+
+    def frames(self) -> tuple[Image, ...]:
+        """The frames as references."""
+        if isinstance(self.source, np.ndarray | Tensor):
+            return tuple(Image(frame) for frame in self.source)
+        if isinstance(self.source, str | os.PathLike):
+            return tuple(Image(path) for path in _frame_files(Path(self.source)))
+        return tuple(Image(frame) for frame in self.source)
+
+    def num_frames(self) -> int:
+        """F."""
+        if isinstance(self.source, str | os.PathLike):
+            return len(_frame_files(Path(self.source)))
+        return len(self.source)
+
+    def size(self) -> tuple[int, int]:
+        """(height, width) of the first frame."""
+        return self.frames()[0].size()
+
+    def load(self) -> np.ndarray:
+        """Decoded frames, uint8 [F, H, W, 3]."""
+        frames = [np.asarray(frame.load()) for frame in self.frames()]
+        odd = next((number for number, frame in enumerate(frames) if frame.shape != frames[0].shape), None)
+        if odd is not None:
+            raise UserError(
+                f"Video frame {odd} is {frames[odd].shape[:2]} (height, width), frame 0 is {frames[0].shape[:2]}. "
+                "All frames of a video have one size: resize them before."
+            )
+        return np.stack(frames)
+
+    def key(self) -> Key:
+        """Equal for equal videos."""
+        stamps = repr(self.timestamps)
+        if isinstance(self.source, np.ndarray | Tensor):
+            return (*_hash(_pixels("Video", self.source)), stamps)
+        return ("video", stamps, *(part for frame in self.frames() for part in frame.key()))
+
+
+def _open(path: Path) -> PIL.Image.Image:
+    try:
+        return PIL.Image.open(path)
+    except FileNotFoundError:
+        raise UserError(f"image file {path} does not exist (working directory {Path.cwd()}). Check the path.") from None
+    except (UnidentifiedImageError, OSError) as error:
+        raise UserError(f"image file {path} cannot be read: {error}. Give a PNG, JPEG or WebP file.") from None
+
+
+def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    return (width, height) if image.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8) else (height, width)
+
+
+def _frame_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise UserError(
+            f"video {folder} is not a folder of frames. Extract the frames (ffmpeg -i VIDEO {folder}/%06d.png) or pass pixels."
+        )
+    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in FRAME_SUFFIXES)
+    if not files:
+        raise UserError(f"video folder {folder} holds no image file ({', '.join(FRAME_SUFFIXES)}).")
+    return files
+
+
+def _check_shape(kind: str, shape: tuple[int, ...], *, frames: bool) -> None:
+    inner = shape[1:] if frames else shape
+    wanted = "[F, H, W, 3]" if frames else "[H, W, 3]"
+    grey = len(inner) == 2 or (len(inner) == 3 and inner[2] == 1)
+    if not (grey or (len(inner) == 3 and inner[2] == 3)) or min(shape, default=0) == 0:
+        raise UserError(
+            f"{kind} pixels have shape {list(shape)}, not {wanted}. Move the colour axis last: x.transpose(...)."
+        )
+
+
+def _pixels(kind: str, source: np.ndarray | Tensor) -> np.ndarray:
+    array = source.detach().cpu().numpy() if isinstance(source, Tensor) else source
+    if array.dtype.kind == "f":
+        if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
+            raise UserError(
+                f"{kind}: float pixels must lie in 0..1, got {array.min()}..{array.max()}. Divide, or give uint8."
+            )
+        array = np.rint(array * 255)
+    elif array.min() < 0 or array.max() > 255:
+        raise UserError(f"{kind}: integer pixels must lie in 0..255, got {array.min()}..{array.max()}.")
+    array = array.astype(np.uint8)
+    if array.shape[-1] != 3 or array.ndim == (3 if kind == "Video" else 2):
+        array = array if array.shape[-1] == 1 and array.ndim == (4 if kind == "Video" else 3) else array[..., None]
+        array = np.repeat(array, 3, axis=-1)
+    return np.ascontiguousarray(array)
+
+
+def _hash(array: np.ndarray) -> Key:
+    data = np.ascontiguousarray(array)
+    return ("pixels", *data.shape, hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest())
+
+
+def _path_key(path: Path) -> Key:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise UserError(f"image file {path} does not exist (working directory {Path.cwd()}). Check the path.") from None
+    return ("path", str(path.resolve()), status.st_size, status.st_mtime_ns)
