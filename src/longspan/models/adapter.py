@@ -1,0 +1,104 @@
+"""What the engine must know of one model family (`Adapter`), and what a model's layers get from the engine (`Context`).
+
+`Context` travels as the Hugging Face forward keyword `longspan=` to every attention layer, vision layer and expert block: the
+boundaries of the packed row are explicit data, never guessed from masks or positions. An adapter never patches a class of
+`transformers`: it calls the base decoder with embeddings and positions made here, and may replace a module *instance* while
+building. T_local is this rank's part of one packed row; the batch dim of every HF call is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.data.pack import FieldSpec
+from longspan.data.sample import Sample
+from longspan.layout.seqinfo import SeqInfo
+from longspan.layout.shard import Shard
+from longspan.mixers.attention import AttentionCache
+
+if TYPE_CHECKING:
+    from longspan.mixers.attention import Mixer, Prepared
+    from longspan.mixers.kernels import Kernel
+    from longspan.models.images import MediaReader
+    from longspan.models.vision import MediaShard
+
+__all__ = ["Adapter", "Context", "Family"]
+
+
+@dataclass(slots=True)
+class Context:
+    """One micro-step's sequence facts for the layers of one rank. Made by the engine, read by the bridge."""
+
+    info: SeqInfo
+    mixer: Mixer
+    prepared: Prepared  # of `mixer`, on the device
+    kernel: Kernel
+    cache: dict[Hashable, AttentionCache] | None = None  # {} turns on selective recomputation: attention runs once
+    scratch: dict[str, object] = field(default_factory=dict)  # what a family keeps for one micro-step: "linear", "moe"
+
+    def slot(self, key: Hashable) -> AttentionCache | None:
+        """The place where the attention layer `key` keeps (out, lse) between forward and recomputation."""
+        if self.cache is None:
+            return None
+        if key not in self.cache:
+            self.cache[key] = AttentionCache()
+        return self.cache[key]
+
+
+class Adapter(Protocol):
+    """One model family. `model.named_parameters()` are the public parameter names."""
+
+    model: PreTrainedModel
+    family: str  # architecture class name
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    recurrent: bool  # has layers that need token order: `contiguous` only
+    windowed: bool  # has sliding-window layers
+    reader: MediaReader | None  # None: no vision tower
+
+    def units(self) -> list[nn.Module]:
+        """Modules to shard, compile and checkpoint one by one: decoder layers and vision blocks."""
+        ...
+
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """Part name ("vision", "merger", "language", "embeddings") to the prefixes of its parameters' names."""
+        ...
+
+    def declared(self) -> dict[str, FieldSpec]:
+        """The stream fields that `sample_tensors` makes."""
+        ...
+
+    def sample_tensors(self, sample: Sample) -> dict[str, Tensor]:
+        """CPU fields [..., L] of one sample: "position" ([L] or [3, L]); with a vision tower also "media_row" [L],
+        relative to the sample's first visual token, -1 = text."""
+        ...
+
+    def media_tokens(self, sample: Sample) -> tuple[int, ...]:
+        """Visual tokens of each media item; a UserError where placeholders and grids disagree."""
+        ...
+
+    def hidden(self, shard: Shard, media: MediaShard | None, context: Context) -> Tensor:
+        """[T_local, E], final norm included. `media` is None only if no rank has media in this micro-step."""
+        ...
+
+    def head(self) -> tuple[Tensor, Tensor | None, float | None]:
+        """Live parameters of the LM head: weight [V, E], bias [V] or None, final soft cap or None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture is loaded and which module classes it may contain."""
+
+    build: Callable[[PreTrainedModel, str | None], Adapter]  # (model, folder or None)
+    vision: bool  # loads through AutoModelForImageTextToText
+    modules: frozenset[str]  # class names; anything else in the module tree is refused

@@ -1,0 +1,110 @@
+"""Adapter for Hugging Face text decoders that take their attention from transformers' AttentionInterface.
+
+Positions restart at 0 in every sample (made on the CPU before packing). Tested: Llama, Mistral, Qwen2, Qwen3. A decoder is
+added by naming its module classes in FAMILIES, which is a claim that no other layer mixes tokens (bugs D12).
+Does not know ranks, packing or losses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.data.pack import FieldSpec
+from longspan.data.sample import Sample
+from longspan.errors import UserError
+from longspan.layout.shard import Shard
+from longspan.models.adapter import Context, Family
+from longspan.models.vision import MediaShard
+
+__all__ = ["FAMILIES", "TextAdapter"]
+
+
+@dataclass(slots=True)
+class TextAdapter:
+    """A decoder-only language model. See `Adapter` for the contract of every member."""
+
+    model: PreTrainedModel
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windowed: bool
+    softcap: float | None = None
+    recurrent: bool = False
+    reader: None = None
+
+    def units(self) -> list[nn.Module]:
+        return list(self.model.base_model.layers)
+
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        return {
+            "vision": (),
+            "merger": (),
+            "language": ("model.layers.", "model.norm.", "lm_head."),
+            "embeddings": ("model.embed_tokens.",),
+        }
+
+    def declared(self) -> dict[str, FieldSpec]:
+        return {"position": FieldSpec(torch.int64, 0, ())}
+
+    def sample_tensors(self, sample: Sample) -> dict[str, Tensor]:
+        return {"position": torch.arange(len(sample.input_ids))}
+
+    def media_tokens(self, sample: Sample) -> tuple[int, ...]:
+        if sample.media:
+            raise UserError(f"{len(sample.media)} media items given to {self.family}, which has no vision tower")
+        return ()
+
+    def hidden(self, shard: Shard, media: MediaShard | None, context: Context) -> Tensor:
+        embeds_TE = self.model.get_input_embeddings()(shard.fields["input_ids"])
+        out = self.model.base_model(
+            inputs_embeds=embeds_TE[None],
+            position_ids=shard.fields["position"][None],
+            use_cache=False,
+            longspan=context,
+        )
+        return out.last_hidden_state[0]
+
+    def head(self) -> tuple[Tensor, Tensor | None, float | None]:
+        linear = self.model.get_output_embeddings()
+        return linear.weight, linear.bias, self.softcap
+
+
+def text_adapter(model: PreTrainedModel, folder: str | None) -> TextAdapter:
+    """Read the sizes from the model's config and its first attention layer."""
+    config = model.config
+    attention = model.base_model.layers[0].self_attn
+    return TextAdapter(
+        model=model,
+        family=type(model).__name__,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        windowed=has_windows(config.to_dict()),
+    )
+
+
+def has_windows(config: dict[str, object]) -> bool:
+    """Whether any layer uses a sliding window: by layer type, or (Mistral) by the window alone."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return "sliding_attention" in kinds
+    return config.get("sliding_window") is not None
+
+
+def _family(prefix: str) -> Family:
+    parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+    return Family(text_adapter, False, frozenset(prefix + part for part in parts))
+
+
+FAMILIES = {f"{prefix}ForCausalLM": _family(prefix) for prefix in ("Llama", "Mistral", "Qwen2", "Qwen3")}

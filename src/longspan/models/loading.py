@@ -1,0 +1,96 @@
+"""From a name to an adapter: "tiny:<family>", a local Hugging Face folder, or a hub id.
+
+Architectures outside FAMILIES, unknown layers and settings that depend on the layout are refused by name before the engine
+sees the model. Weights of "tiny:" models come from the seed alone, so every process draws the same ones. Parameters get the
+asked dtype; buffers (RoPE frequencies) keep fp32, as `transformers` loads them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from longspan.errors import UserError
+from longspan.models import hf_text, qwen3_vl
+from longspan.models.adapter import Adapter, Family
+from longspan.models.attention_bridge import DECODER, register
+from longspan.models.checks import check_config, check_modules, check_tie, unknown_architecture
+from longspan.models.tiny import tiny
+
+__all__ = ["FAMILIES", "adapt", "load_model", "read_config"]
+
+FAMILIES: dict[str, Family] = {**hf_text.FAMILIES, **qwen3_vl.FAMILIES}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def load_model(
+    name_or_path: str, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Adapter, PreTrainedTokenizerBase | None]:
+    """The adapter on the CPU, and the tokenizer where there is one."""
+    register()
+    config = read_config(name_or_path)
+    family = family_of(config)
+    auto = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
+    if name_or_path.startswith("tiny:"):
+        return adapt(build_random(config, dtype, seed), None), None
+    model = auto.from_pretrained(name_or_path, config=config, dtype=dtype, attn_implementation=DECODER)
+    return adapt(model, name_or_path), read_tokenizer(name_or_path)
+
+
+def build_random(config: PretrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """Random weights that depend on the config and the seed only; the process's own random state is left alone."""
+    register()
+    auto = AutoModelForImageTextToText if family_of(config).vision else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto.from_config(config, attn_implementation=DECODER)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def adapt(model: PreTrainedModel, folder: str | None) -> Adapter:
+    """Check a built model and wrap it; `folder` is where processor files may lie."""
+    family = FAMILIES.get(type(model).__name__)
+    if family is None:
+        raise unknown_architecture(type(model).__name__, FAMILIES)
+    check_config(model.config.get_text_config())
+    check_modules(model, family.modules)
+    check_tie(model)
+    return family.build(model, folder)
+
+
+def read_config(name_or_path: str) -> PretrainedConfig:
+    if name_or_path.startswith("tiny:"):
+        return tiny(name_or_path.removeprefix("tiny:"))
+    try:
+        return AutoConfig.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model {name_or_path!r} has no readable config ({error}). Give 'tiny:<family>', a folder with config.json "
+            "or a hub id"
+        ) from error
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    names = config.architectures or [config.model_type]
+    if names[0] not in FAMILIES:
+        raise unknown_architecture(names[0], FAMILIES)
+    return FAMILIES[names[0]]
+
+
+def read_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase | None:
+    folder = Path(name_or_path)
+    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(name_or_path)

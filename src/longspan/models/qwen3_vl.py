@@ -1,0 +1,158 @@
+"""Adapter for Qwen3-VL: a vision tower with DeepStack in front of a Qwen3 decoder with three-axis RoPE.
+
+Positions [3, L] and `media_row` [L] are made per sample on the CPU, before packing. The tower is never cut: ranks encode whole
+images (vision.py), and visual and DeepStack features reach a rank's own tokens through the same rows. HF's own multimodal forward
+is bypassed; tower and decoder are called directly with embeddings, positions and `longspan=Context`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+from longspan.data.pack import FieldSpec
+from longspan.data.sample import Sample
+from longspan.layout.shard import Shard
+from longspan.models.adapter import Context, Family
+from longspan.models.attention_bridge import use_vision_bridge
+from longspan.models.checks import check_config
+from longspan.models.images import MediaReader, media_reader
+from longspan.models.placeholders import MediaIds, match_spans, media_rows, mrope_positions
+from longspan.models.vision import MediaShard, place_rows
+
+__all__ = ["FAMILIES", "Qwen3VLAdapter"]
+
+
+@dataclass(slots=True)
+class Qwen3VLAdapter:
+    """Qwen3-VL. See `Adapter` for the contract of every member."""
+
+    model: PreTrainedModel
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    reader: MediaReader
+    ids: MediaIds
+    windowed: bool = False
+    recurrent: bool = False
+
+    def units(self) -> list[nn.Module]:
+        return [*self.model.model.language_model.layers, *self.model.model.visual.blocks]
+
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        tower, text = "model.visual.", "model.language_model."
+        return {
+            "vision": (f"{tower}patch_embed.", f"{tower}pos_embed.", f"{tower}blocks."),
+            "merger": (f"{tower}merger.", f"{tower}deepstack_merger_list."),
+            "language": (f"{text}layers.", f"{text}norm.", "lm_head."),
+            "embeddings": (f"{text}embed_tokens.",),
+        }
+
+    def declared(self) -> dict[str, FieldSpec]:
+        return {"position": FieldSpec(torch.int64, 0, (3,)), "media_row": FieldSpec(torch.int64, -1, ())}
+
+    def sample_tensors(self, sample: Sample) -> dict[str, Tensor]:
+        spans = match_spans(sample, self.reader, self.ids)
+        length = len(sample.input_ids)
+        return {"position": mrope_positions(length, spans), "media_row": media_rows(length, spans)}
+
+    def media_tokens(self, sample: Sample) -> tuple[int, ...]:
+        counts = [0] * len(sample.media)
+        for span in match_spans(sample, self.reader, self.ids):
+            counts[span.item] += span.length
+        return tuple(counts)
+
+    def hidden(self, shard: Shard, media: MediaShard | None, context: Context) -> Tensor:
+        embeds_TE = self.model.get_input_embeddings()(shard.fields["input_ids"])
+        visual_mask, deepstack = None, None
+        if media is not None:
+            features = self._encode(media, context)
+            placed, *deepstack = place_rows(torch.cat(features, 1), media).chunk(len(features), 1)
+            embeds_TE = embeds_TE.index_copy(0, media.positions, placed.to(embeds_TE.dtype))
+            visual_mask = (shard.fields["media_row"] >= 0)[None]
+        out = self.model.model.language_model(
+            inputs_embeds=embeds_TE[None],
+            position_ids=shard.fields["position"][:, None],  # [3, 1, T_local]; never read as packed text positions (D3)
+            visual_pos_masks=visual_mask,
+            deepstack_visual_embeds=deepstack,
+            use_cache=False,
+            longspan=context,
+        )
+        return out.last_hidden_state[0]
+
+    def head(self) -> tuple[Tensor, Tensor | None, float | None]:
+        return self.model.lm_head.weight, self.model.lm_head.bias, None
+
+    def _encode(self, media: MediaShard, context: Context) -> list[Tensor]:
+        """Pooled and DeepStack features [n, E] of this rank's images. Index tensors are made on the CPU: no device sync."""
+        tower = self.model.model.visual
+        device = media.pixels.device
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            media.grid,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=tower.spatial_merge_size,
+        )
+        lengths = (media.grid[:, 1] * media.grid[:, 2]).repeat_interleave(media.grid[:, 0])
+        cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        made = {
+            "interp_indices": indices,
+            "interp_weights": weights,
+            "position_ids": get_vision_position_ids(media.grid, tower.spatial_merge_size),
+            "cu_seqlens": cu_seqlens,
+        }
+        trained = any(parameter.requires_grad for parameter in tower.parameters())
+        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+            out = tower(
+                media.pixels.to(tower.dtype),
+                grid_thw=media.grid,
+                max_seqlen=int(lengths.max()),
+                longspan=context,
+                **{name: tensor.to(device, non_blocking=True) for name, tensor in made.items()},
+            )
+        return [out.pooler_output, *out.deepstack_features]
+
+
+def qwen3_vl_adapter(model: PreTrainedModel, folder: str | None) -> Qwen3VLAdapter:
+    config = model.config
+    text = config.text_config
+    check_config(config.vision_config)
+    use_vision_bridge(model.model.visual)
+    return Qwen3VLAdapter(
+        model=model,
+        family=type(model).__name__,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        reader=media_reader(config.vision_config, folder),
+        ids=MediaIds(
+            config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id
+        ),
+    )
+
+
+TOWER = ("Model", "PatchEmbed", "RotaryEmbedding", "PatchMerger", "Attention", "Block", "MLP")
+TEXT = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+FAMILIES = {
+    "Qwen3VLForConditionalGeneration": Family(
+        build=qwen3_vl_adapter,
+        vision=True,
+        modules=frozenset(
+            ["Qwen3VLForConditionalGeneration", "Qwen3VLModel"]
+            + [f"Qwen3VLVision{part}" for part in TOWER]
+            + [f"Qwen3VLText{part}" for part in TEXT]
+        ),
+    )
+}

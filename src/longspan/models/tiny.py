@@ -1,0 +1,111 @@
+"""Tiny random configs of every family, for tests and `longspan parity`: `tiny("qwen3")`, or "tiny:qwen3" as a model name.
+
+Vocabulary 97 (prime: it catches divisibility assumptions), 2 layers, hidden 32, 4 query and 2 KV heads of 8. Weights are drawn
+wide (std 0.15), so that attention is far from uniform and an error in it shows. No downloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3VLConfig,
+)
+
+from longspan.errors import UserError
+
+__all__ = ["TINY", "tiny"]
+
+VOCAB = 97
+# The last ids of the vocabulary: image, video, vision start, vision end.
+IMAGE_ID, VIDEO_ID, VISION_START_ID, VISION_END_ID = 93, 94, 95, 96
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.15,
+    "attention_dropout": 0.0,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+# 3 heads of 8 where the text has 4: the tower must never be cut by the decoder's heads (bugs G14).
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_heads": 3,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "initializer_range": 0.15,
+}
+MEDIA_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE_ID,
+    "video_token_id": VIDEO_ID,
+    "vision_start_token_id": VISION_START_ID,
+    "vision_end_token_id": VISION_END_ID,
+}
+
+
+def _llama(**over: Any) -> PretrainedConfig:
+    return LlamaConfig(**{**TEXT, "tie_word_embeddings": False, "architectures": ["LlamaForCausalLM"], **over})
+
+
+def _mistral(**over: Any) -> PretrainedConfig:
+    own = {"sliding_window": 8, "tie_word_embeddings": False, "architectures": ["MistralForCausalLM"]}
+    return MistralConfig(**{**TEXT, **own, **over})
+
+
+def _qwen2(**over: Any) -> PretrainedConfig:
+    own = {"tie_word_embeddings": True, "architectures": ["Qwen2ForCausalLM"]}
+    return Qwen2Config(**{**TEXT, **own, **over})
+
+
+def _qwen3(**over: Any) -> PretrainedConfig:
+    return Qwen3Config(**{**TEXT, "tie_word_embeddings": True, "architectures": ["Qwen3ForCausalLM"], **over})
+
+
+def _qwen3_vl(
+    *, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **over: Any
+) -> PretrainedConfig:
+    own = {"tie_word_embeddings": True, "architectures": ["Qwen3VLForConditionalGeneration"]}
+    text_config = {**TEXT, "rope_parameters": dict(MROPE), "tie_word_embeddings": True, **(text or {})}
+    vision_config = {**TOWER, "deepstack_visual_indexes": [0], **(vision or {})}
+    return Qwen3VLConfig(text_config=text_config, vision_config=vision_config, **{**MEDIA_IDS, **own, **over})
+
+
+TINY: dict[str, Callable[..., PretrainedConfig]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_vl": _qwen3_vl,
+}
+
+
+def tiny(family: str, **overrides: Any) -> PretrainedConfig:
+    """The tiny config of `family`, with fields replaced by `overrides` (VLMs: `text={...}`, `vision={...}`)."""
+    if family not in TINY:
+        raise UserError(f"tiny family {family!r} is unknown; known: {', '.join(sorted(TINY))}")
+    return TINY[family](**overrides)

@@ -1,0 +1,179 @@
+"""Sharing a row's images over its CP ranks: each rank encodes whole images, then takes the features of its own tokens.
+
+Plan (CPU, the same on every rank): identical images of a row are encoded once; the rest is dealt by patch count. Encode: one tower
+call a rank for all its images. Place: features [n, F] are padded to the largest rank, all-gathered, and each rank indexes the rows
+of its own tokens. Backward adds the rows' gradients in fp32 (fp64 for fp64) and sums them over the ranks by a reduce-scatter, so
+that a tower's gradient does not depend on which rank used its tokens (bugs G12).
+
+A rank without an image runs a dummy of one merge unit when any rank of the micro-step has media: every collective finds its
+partners, and as no token refers to it, features and gradient of the dummy are exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.data.pack import Stream
+from longspan.data.sample import Sample
+from longspan.layout.mesh import CPGroup
+from longspan.layout.seqinfo import SeqInfo
+from longspan.models.images import Grid, MediaReader
+
+__all__ = ["MediaPlan", "MediaShard", "media_shard", "offset_media_rows", "place_rows", "plan_media"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One distinct media item of a row: where its pixels are and which rank of the group encodes it."""
+
+    sample: int  # place in the row
+    item: int
+    grid: Grid
+    rank: int
+    first: int  # its first row in the gathered table
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """Who encodes what, for one row. `table` maps the row's stacked visual tokens to rows of the gathered features."""
+
+    encoded: tuple[Encoded, ...]
+    table: Tensor  # [N] int64 CPU
+    tokens: tuple[int, ...]  # visual tokens a sample
+    padded: int  # feature rows a rank sends
+
+    def of_rank(self, rank: int) -> tuple[Encoded, ...]:
+        return tuple(item for item in self.encoded if item.rank == rank)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaShard:
+    """What one rank encodes and which of its tokens take features."""
+
+    pixels: Tensor  # [P, C] fp32 on the device; a dummy merge unit if the rank has no image
+    grid: Tensor  # [n, 3] int64 CPU
+    positions: Tensor  # [K] int64 on the device: local tokens that take features
+    rows: Tensor  # [K] int64 on the device: their rows in the gathered table [size * padded, F]
+    padded: int
+    group: CPGroup
+
+
+def plan_media(samples: Sequence[Sample], reader: MediaReader, size: int) -> MediaPlan:
+    """Deal the distinct media of a row to `size` ranks: largest first, to the rank with the fewest patches so far."""
+    keys: dict[tuple[object, ...], int] = {}
+    distinct: list[tuple[int, int, Grid]] = []
+    order: list[tuple[int, int]] = []  # (sample, distinct item) of every media item of the row
+    for place, sample in enumerate(samples):
+        for item, media in enumerate(sample.media):
+            key = (type(media).__name__, *media.key())
+            if key not in keys:
+                keys[key] = len(distinct)
+                distinct.append((place, item, reader.grid(media)))
+            order.append((place, keys[key]))
+    tokens = [sum(reader.run_lengths(grid)) for _, _, grid in distinct]
+    ranks = _deal([grid[0] * grid[1] * grid[2] for _, _, grid in distinct], size)
+    used = [0] * size
+    firsts = []
+    for rank, count in zip(ranks, tokens, strict=True):
+        firsts.append(used[rank])
+        used[rank] += count
+    padded = max(1, *used)  # a dummy sends one row
+    first_rows = [rank * padded + first for rank, first in zip(ranks, firsts, strict=True)]
+    pieces = [torch.arange(first_rows[number], first_rows[number] + tokens[number]) for _, number in order]
+    per_sample = [0] * len(samples)
+    for place, number in order:
+        per_sample[place] += tokens[number]
+    return MediaPlan(
+        encoded=tuple(
+            Encoded(place, item, grid, rank, first)
+            for (place, item, grid), rank, first in zip(distinct, ranks, first_rows, strict=True)
+        ),
+        table=torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64),
+        tokens=tuple(per_sample),
+        padded=padded,
+    )
+
+
+def _deal(costs: Sequence[int], size: int) -> list[int]:
+    loads, ranks = [0] * size, [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        ranks[number] = loads.index(min(loads))
+        loads[ranks[number]] += costs[number]
+    return ranks
+
+
+def offset_media_rows(tensors: Sequence[Mapping[str, Tensor]], tokens: Sequence[int]) -> list[dict[str, Tensor]]:
+    """`media_row` from "row of the sample's table" to "row of the packed row's table". tokens: visual tokens a sample."""
+    shifted = []
+    for row, base in zip(tensors, accumulate(tokens, initial=0), strict=False):
+        media_row = row["media_row"]
+        shifted.append(dict(row) | {"media_row": torch.where(media_row >= 0, media_row + base, media_row)})
+    return shifted
+
+
+def media_shard(
+    plan: MediaPlan,
+    *,
+    samples: Sequence[Sample],
+    reader: MediaReader,
+    stream: Stream,
+    info: SeqInfo,
+    device: torch.device,
+) -> MediaShard:
+    """Decode this rank's images and look up its tokens' rows. `samples` are the row's; `info.group` is its CP group."""
+    mine = plan.of_rank(info.group.rank)
+    if mine:
+        pixels = torch.cat([reader.pixels(samples[item.sample].media[item.item]) for item in mine])
+        grid = torch.tensor([item.grid for item in mine])
+    else:
+        pixels = torch.zeros(reader.merge**2, reader.patch_width)
+        grid = torch.tensor([[1, reader.merge, reader.merge]])
+    media_row = stream.fields["media_row"][info.index]  # [T_local]
+    positions = (media_row >= 0).nonzero()[:, 0]
+    return MediaShard(
+        pixels=pixels.to(device, non_blocking=True),
+        grid=grid,
+        positions=positions.to(device, non_blocking=True),
+        rows=plan.table[media_row[positions]].to(device, non_blocking=True),
+        padded=plan.padded,
+        group=info.group,
+    )
+
+
+def place_rows(features: Tensor, media: MediaShard) -> Tensor:
+    """features [n, F] that this rank encoded -> [K, F], the features of this rank's visual tokens. Collective."""
+    return _PlaceRows.apply(features, media)
+
+
+class _PlaceRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, features: Tensor, media: MediaShard) -> Tensor:
+        ctx.media, ctx.num = media, features.shape[0]
+        group = media.group
+        if group.size == 1:
+            return features[media.rows]
+        sent = features.new_zeros(media.padded, features.shape[1])
+        sent[: features.shape[0]] = features
+        table = features.new_empty(group.size * media.padded, features.shape[1])
+        dist.all_gather_into_tensor(table, sent, group=group.group)  # [padded, F] -> [size * padded, F]
+        return table[media.rows]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        media = ctx.media
+        group = media.group
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        table = torch.zeros(group.size * media.padded, grad.shape[1], dtype=wide, device=grad.device)
+        # index_put_, not index_add_: its CUDA kernel sorts, so the sum over shared images is reproducible
+        table.index_put_((media.rows,), grad.to(wide), accumulate=True)
+        if group.size > 1:
+            mine = table.new_empty(media.padded, grad.shape[1])
+            dist.reduce_scatter_tensor(mine, table, group=group.group)  # [size * padded, F] -> [padded, F], summed
+            table = mine
+        return table[: ctx.num].to(grad.dtype), None
