@@ -7,6 +7,6 @@ from longspan.data.planner import make_plan
 from longspan.data.sample import Sample, check_samples
 
 __all__ = [
-    "Image", "Video", "Sample", "check_samples", "Limits", "Row", "Plan", "make_plan", "lower_bound", "makespan", "padded_length",
-    "row_tokens", "FieldSpec", "Stream", "pack",
+    "Image", "Video", "Sample", "check_samples", "Limits", "Row", "Plan", "make_plan", "lower_bound", "makespan",
+    "padded_length", "row_tokens", "FieldSpec", "Stream", "pack",
 ]  # fmt: skip

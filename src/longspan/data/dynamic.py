@@ -1,10 +1,12 @@
-"""Dynamic CP: each micro-step cuts the ranks into groups of several sizes, so that a long row takes many ranks beside short rows.
+"""Dynamic CP: each micro-step cuts the ranks into groups of several sizes, so that a long row takes many ranks beside
+short rows.
 
-For a threshold D every sample takes the smallest CP size at which it fits its ranks' budget and ends within D. That fixes how
-many rows of each size are needed; the samples are spread over them (data/filling.py), and rows of like time share a micro-step
-(first-fit decreasing height, as in strip packing: width = ranks, height = time). A low D means more CP, which costs
-communication but evens the micro-steps out; a high D means long micro-steps that only long rows fill. A few D are tried and the
-shortest makespan wins; ties go to less CP. The result is a heuristic: `benchmarks/planner.py` states how far it is from the bound.
+For a threshold D every sample takes the smallest CP size at which it fits its ranks' budget and ends within D. That
+fixes how many rows of each size are needed; the samples are spread over them (data/filling.py), and rows of like time
+share a micro-step (first-fit decreasing height, as in strip packing: width = ranks, height = time). A low D means more
+CP, which costs communication but evens the micro-steps out; a high D means long micro-steps that only long rows fill.
+A few D are tried and the shortest makespan wins; ties go to less CP. The result is a heuristic:
+`benchmarks/planner.py` states how far it is from the bound.
 """
 
 import math
@@ -153,7 +155,8 @@ def _shelves(rows: list[_Row], num_ranks: int) -> list[list[_Row]]:
 
 
 def _improve(steps: list[list[_Row]], problem: _Problem) -> list[list[_Row]]:
-    """Within each micro-step: idle ranks take samples of crowded rows; a row gives up CP that does not shorten the step."""
+    """Within each micro-step: idle ranks take samples of crowded rows; a row gives up CP that does not shorten the
+    step."""
     for rows in steps:
         limit = max(row.height for row in rows)
         for row in list(rows):
@@ -174,7 +177,8 @@ def _narrow(row: _Row, rows: list[_Row], limit: float, problem: _Problem) -> Non
 
 
 def _spread(rows: list[_Row], problem: _Problem) -> None:
-    """While ranks are idle: the tallest row of several samples gives half of them away, if a row of one rank can hold them."""
+    """While ranks are idle: the tallest row of several samples gives half of them away, if a row of one rank can hold
+    them."""
     idle = problem.limits.num_ranks - sum(row.size for row in rows)
     times, weights, room = problem.times[0], problem.weights[0], problem.capacity(0)
     while idle:
@@ -204,7 +208,8 @@ def _spread(rows: list[_Row], problem: _Problem) -> None:
 
 
 def _plan(steps: list[list[_Row]], num_ranks: int) -> Plan:
-    """Ranks for the rows: large groups first, so that powers of two start at multiples of themselves; idle ranks run inert rows."""
+    """Ranks for the rows: large groups first, so that powers of two start at multiples of themselves; idle ranks run
+    inert rows."""
     result: list[tuple[Row, ...]] = []
     for rows in sorted(steps, key=lambda rows: -max(row.height for row in rows)):
         placed: list[Row] = []

@@ -1,8 +1,8 @@
 """Puts samples into bins of several widths: list scheduling with a token cap.
 
-Samples come longest first; each goes to the bin where it would end earliest, among the widths allowed to it and the bins with
-room (Graham's LPT rule, on machines of several speeds). A bin without room for a sample waits until the samples have become
-small enough, so that the whole pass is O(n log bins) for each width.
+Samples come longest first; each goes to the bin where it would end earliest, among the widths allowed to it and the
+bins with room (Graham's LPT rule, on machines of several speeds). A bin without room for a sample waits until the
+samples have become small enough, so that the whole pass is O(n log bins) for each width.
 """
 
 import heapq
@@ -62,7 +62,8 @@ def fill(
     times: Sequence[Sequence[float]],
     smallest: Sequence[int],
 ) -> int | None:
-    """Fills the bins in place; weights[k][i], times[k][i]: tokens and time of sample i in bins[k]; smallest[i]: first k allowed to it.
+    """Fills the bins in place; weights[k][i], times[k][i]: tokens and time of sample i in bins[k]; smallest[i]: first
+    k allowed to it.
 
     Gives None, or the number of the bins that ran out of room: the plan needs more of them.
     """
@@ -107,7 +108,8 @@ def _fill_one(order: Sequence[int], bins: Bins, *, weights: Sequence[int], times
 
 
 def first_fit(order: Sequence[int], weights: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing by tokens: few bins, whatever they cost. O(n log n) by a tree of the largest room below each node."""
+    """First-fit decreasing by tokens: few bins, whatever they cost. O(n log n) by a tree of the largest room below
+    each node."""
     leaves = 1
     while leaves < len(order):
         leaves *= 2

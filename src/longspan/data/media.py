@@ -1,11 +1,12 @@
 """References to images and videos. Nothing is decoded until `load()`, which only the ranks that need the pixels call.
 
-`size()` reads no more than a file's header. `key()` is equal for equal pictures, on every rank: path, size and mtime of a file,
-or a hash of the pixels of an array; identical images of a micro-step are encoded once by it.
-Pixels are uint8 RGB [H, W, 3] (video [F, H, W, 3]); float arrays are taken as 0..1; EXIF orientation is applied.
+`size()` reads no more than a file's header. `key()` is equal for equal pictures, on every rank: path, size and mtime
+of a file, or a hash of the pixels of an array; identical images of a micro-step are encoded once by it. Pixels are
+uint8 RGB [H, W, 3] (video [F, H, W, 3]); float arrays are taken as 0..1; EXIF orientation is applied.
 """
 
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ class Image:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """Frames in order: pixels [F, H, W, 3], a list of pictures, or a folder whose image files are the frames by name."""
+    """Frames in order: pixels [F, H, W, 3], a list of pictures, or a folder whose image files are the frames by
+    name."""
 
     source: VideoSource
     timestamps: tuple[float, ...] | None = None  # seconds, one a frame, rising; None: the model's default frame rate
@@ -87,7 +89,7 @@ class Video:
             return
         stamps = tuple(float(stamp) for stamp in self.timestamps)
         object.__setattr__(self, "timestamps", stamps)
-        if any(not later > earlier for earlier, later in zip(stamps, stamps[1:], strict=False)):
+        if any(not later > earlier for earlier, later in itertools.pairwise(stamps)):
             raise UserError(
                 f"Video timestamps must rise from frame to frame, got {stamps[:8]}. Sort the frames by time."
             )
@@ -150,7 +152,8 @@ def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
 def _frame_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise UserError(
-            f"video {folder} is not a folder of frames. Extract the frames (ffmpeg -i VIDEO {folder}/%06d.png) or pass pixels."
+            f"video {folder} is not a folder of frames. Extract the frames (ffmpeg -i VIDEO {folder}/%06d.png) or "
+            "pass pixels."
         )
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in FRAME_SUFFIXES)
     if not files:

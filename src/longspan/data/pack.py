@@ -1,9 +1,10 @@
 """Packs the samples of a row into one stream: every per-token field by the same rule (law `everything_is_a_stream`).
 
-Sample fields come as [..., L], stream fields are [..., T], token dim last: ids [T], mRoPE positions [3, T], routed experts
-[layers, k, T]. `cu_seqlens` are the padded boundaries; pads carry each field's fill and weight zero. Where the row needs a tail
-pad it is one more segment, so that pads attend to themselves only; the pads that zigzag puts behind a sample lie in its segment,
-after its real tokens, where a causal model cannot see them. Targets are copied, never rolled (law `shift_before_pack`).
+Sample fields come as [..., L], stream fields are [..., T], token dim last: ids [T], mRoPE positions [3, T], routed
+experts [layers, k, T]. `cu_seqlens` are the padded boundaries; pads carry each field's fill and weight zero. Where the
+row needs a tail pad it is one more segment, so that pads attend to themselves only; the pads that zigzag puts behind a
+sample lie in its segment, after its real tokens, where a causal model cannot see them. Targets are copied, never
+rolled (law `shift_before_pack`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,8 @@ def pack(
     *,
     multiple: int = 1,
 ) -> Stream:
-    """The row's stream. tensors[k]: the declared fields [..., L] of sample row.samples[k]; every declared field is in the result."""
+    """The row's stream. tensors[k]: the declared fields [..., L] of sample row.samples[k]; every declared field is in
+    the result."""
     assert len(tensors) == len(row.samples), f"{len(tensors)} samples' tensors for a row of {len(row.samples)}"
     lengths = tuple(_length(number, fields, declared) for number, fields in zip(row.samples, tensors, strict=True))
     total = row.size * row_tokens(lengths, row.size, index, multiple=multiple)
@@ -78,7 +80,8 @@ def _length(number: int, fields: Mapping[str, Tensor], declared: Mapping[str, Fi
     missing = sorted(set(declared) - set(fields))
     if missing:
         raise UserError(
-            f"sample {number} lacks the per-token fields {missing} that the model and the objective declare; it has {sorted(fields)}. "
+            f"sample {number} lacks the per-token fields {missing} that the model and the objective declare; it has "
+            f"{sorted(fields)}. "
             "Add them to Sample(fields=...), or use an objective without them."
         )
     length = next((fields[name].shape[-1] for name in declared), 0)

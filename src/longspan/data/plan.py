@@ -1,14 +1,16 @@
 """What a plan is: which samples run together, in which micro-step, on which ranks, at which CP size.
 
-A Plan is data, the same object on every rank (law `plan_is_global`). The rows of a micro-step tile the ranks 0..num_ranks-1 in
-order; a row of `size` ranks holds the tokens of its samples, padded by the rule of its index kind, cut into `size` equal parts:
+A Plan is data, the same object on every rank (law `plan_is_global`). The rows of a micro-step tile the ranks
+0..num_ranks-1 in order; a row of `size` ranks holds the tokens of its samples, padded by the rule of its index kind,
+cut into `size` equal parts:
 
     identity    (size 1)  no pad
     contiguous            pad at the end of the row to a multiple of size
     zigzag                each sample is padded to a multiple of 2 * size
 
-and, in addition, `multiple` tokens a rank (sequence parallelism, length buckets) at the end of the row. This is the only file
-that knows these rules: a padded length is decided once. Costs are floats in any unit; +, * and / only, so ranks agree bit for bit.
+and, in addition, `multiple` tokens a rank (sequence parallelism, length buckets) at the end of the row. This is the
+only file that knows these rules: a padded length is decided once. Costs are floats in any unit; +, * and / only, so
+ranks agree bit for bit.
 """
 
 import math
@@ -75,7 +77,8 @@ class Limits:
             object.__setattr__(self, "sizes", tuple(sorted({size for size in self.sizes if size <= self.num_ranks})))
             if 1 not in self.sizes or min(self.sizes) < 1:
                 raise UserError(
-                    f"dynamic CP sizes {self.sizes} must contain 1, and no size below it. Add 1: every model runs on one rank."
+                    f"dynamic CP sizes {self.sizes} must contain 1, and no size below it. Add 1: every model runs on "
+                    "one rank."
                 )
         if self.index == "identity" and max(self.all_sizes) > 1:
             raise UserError(
@@ -105,7 +108,8 @@ def padded_length(length: int, size: int, index: IndexKind) -> int:
 
 
 def row_tokens(lengths: Sequence[int], size: int, index: IndexKind, *, multiple: int = 1) -> int:
-    """Tokens a rank of a row with these samples, all pads included. A row without samples has the least a row can have."""
+    """Tokens a rank of a row with these samples, all pads included. A row without samples has the least a row can
+    have."""
     unit = _unit(size, index, multiple)
     total = sum(padded_length(length, size, index) for length in lengths)
     return max(-(-total // unit), 1) * unit // size
@@ -127,7 +131,8 @@ def makespan(plan: Plan, lengths: Sequence[int], cost: Cost, *, step_cost: float
 
 
 def lower_bound(lengths: Sequence[int], limits: Limits, cost: Cost) -> float:
-    """No plan is faster than max(sum over samples of min over c of c * t(c) / ranks, max over samples of min over c of t(c))."""
+    """No plan is faster than max(sum over samples of min over c of c * t(c) / ranks, max over samples of min over c of
+    t(c))."""
     best_work: dict[int, float] = {}
     best_time: dict[int, float] = {}
     for length in set(lengths):

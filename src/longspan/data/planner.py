@@ -1,8 +1,9 @@
 """Makes the plan of a batch: every sample once, no micro-step over the token budget of a rank, all ranks busy.
 
-Static CP (this file): rows of `cp` ranks. As few micro-steps as first-fit decreasing finds, samples spread over their rows by cost
-(data/filling.py), rows of like cost put into the same micro-step, since a micro-step lasts as long as its slowest row.
-Dynamic CP (`Limits.sizes`): data/dynamic.py. The result depends on lengths, limits and cost only: it is the same on every rank.
+Static CP (this file): rows of `cp` ranks. As few micro-steps as first-fit decreasing finds, samples spread over their
+rows by cost (data/filling.py), rows of like cost put into the same micro-step, since a micro-step lasts as long as its
+slowest row. Dynamic CP (`Limits.sizes`): data/dynamic.py. The result depends on lengths, limits and cost only: it is
+the same on every rank.
 """
 
 from collections.abc import Sequence
@@ -29,8 +30,8 @@ from longspan.data.plan import (
 from longspan.errors import UserError
 
 __all__ = [
-    "Cost", "IndexKind", "Limits", "Plan", "Row", "default_cost", "lower_bound", "make_plan", "makespan", "padded_length",
-    "row_index", "row_tokens", "step_times",
+    "Cost", "IndexKind", "Limits", "Plan", "Row", "default_cost", "lower_bound", "make_plan", "makespan",
+    "padded_length", "row_index", "row_tokens", "step_times",
 ]  # fmt: skip
 
 
@@ -75,8 +76,10 @@ def _check_fit(lengths: Sequence[int], limits: Limits) -> None:
     pads = f" ({padded} with the pads of {limits.index} at cp={size})" if padded != length else ""
     need = row_tokens([length], size, limits.index, multiple=limits.multiple)
     raise UserError(
-        f"sample {longest} has {length} tokens{pads}, more than {limits.capacity(size)}: the budget of {limits.budget} tokens a rank "
-        f"(max_tokens_per_rank) times cp={size} is {limits.budget * size}. Raise the budget to at least {need}, raise cp, or cut the sample."
+        f"sample {longest} has {length} tokens{pads}, more than {limits.capacity(size)}: the budget of "
+        f"{limits.budget} tokens a rank "
+        f"(max_tokens_per_rank) times cp={size} is {limits.budget * size}. Raise the budget to at least {need}, "
+        "raise cp, or cut the sample."
     )
 
 

@@ -1,11 +1,12 @@
 """A sample: one trajectory as per-token tensors on the CPU, with references to its media.
 
-Every per-token tensor has the token dim first: `[L]` or `[L, ...]`. `target_ids[t]` is what token t predicts: the shift was
-made by whoever made the sample, on the whole trajectory, and nothing here or later rolls it again (law `shift_before_pack`).
-Images and videos stay references until a rank that needs them decodes them (data/media.py).
+Every per-token tensor has the token dim first: `[L]` or `[L, ...]`. `target_ids[t]` is what token t predicts: the
+shift was made by whoever made the sample, on the whole trajectory, and nothing here or later rolls it again (law
+`shift_before_pack`). Images and videos stay references until a rank that needs them decodes them (data/media.py).
 
-A sample is valid by construction. `check_samples` adds what needs the batch: an empty batch, ids outside the vocabulary.
-This file does not expand placeholders (`longspan.expand`) and knows no model but the size of its vocabulary.
+A sample is valid by construction. `check_samples` adds what needs the batch: an empty batch, ids outside the
+vocabulary. This file does not expand placeholders (`longspan.expand`) and knows no model but the size of its
+vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,21 +93,25 @@ class Sample:
         for name, values in columns.items():
             if values.shape[0] != length:
                 raise UserError(
-                    f"{self._name()}: {name} has length {values.shape[0]}, input_ids has length {length}. Every per-token "
+                    f"{self._name()}: {name} has length {values.shape[0]}, input_ids has length {length}. Every "
+                    "per-token "
                     "field has one value a token: pad it on the prompt with a value that mask 0 hides, or cut it."
                 )
         for name, values in self.fields.items():
             if values.is_floating_point() and not bool(torch.isfinite(values).all()):
                 where = int((~torch.isfinite(values)).reshape(length, -1).any(1).nonzero()[0, 0])
                 raise UserError(
-                    f"{self._name()}: fields[{name!r}] is {values[where].tolist()} at position {where}. Fields must be finite "
-                    "everywhere (0 times NaN is NaN): write 0 where mask is 0, and drop samples whose reward or log-prob failed."
+                    f"{self._name()}: fields[{name!r}] is {values[where].tolist()} at position {where}. Fields must "
+                    "be finite "
+                    "everywhere (0 times NaN is NaN): write 0 where mask is 0, and drop samples whose reward or "
+                    "log-prob failed."
                 )
         temperature = self.fields.get("temperature")
         if temperature is not None and bool((temperature <= 0).any()):
             where = int((temperature <= 0).nonzero()[0, 0])
             raise UserError(
-                f"{self._name()}: fields['temperature'] is {float(temperature[where])} at position {where}. Temperatures are "
+                f"{self._name()}: fields['temperature'] is {float(temperature[where])} at position {where}. "
+                "Temperatures are "
                 "above 0; for greedy sampling give 1."
             )
 
@@ -186,7 +191,8 @@ def _mask(values: Values) -> Tensor:
     if bool(wrong.any()):
         where = int(wrong.nonzero()[0, 0])
         raise UserError(
-            f"sample: mask[{where}] is {tensor[where].item()}, not 0 or 1. The mask says only whether a target is trained on; "
+            f"sample: mask[{where}] is {tensor[where].item()}, not 0 or 1. The mask says only whether a target is "
+            "trained on; "
             "put weights into advantages or into a field."
         )
     return tensor.float()
