@@ -1,0 +1,26 @@
+"""What a run tells: metrics, progress, phases with time and memory, plots, the report, where it came from.
+
+A leaf: it imports nothing of the package but errors, knows no ranks and no collectives. Only rank 0 makes these
+objects. `metrics.jsonl` is the record; TensorBoard and W&B get copies; `report.html` is made from the files of the
+run folder alone.
+"""
+
+from longspan.observe.budget import budget_lines
+from longspan.observe.memory import peak_gib
+from longspan.observe.metrics import MetricsWriter, keep_until, read_jsonl
+from longspan.observe.phases import Phases
+from longspan.observe.progress import Progress
+from longspan.observe.provenance import provenance
+from longspan.observe.report import write_report
+
+__all__ = [
+    "MetricsWriter",
+    "Phases",
+    "Progress",
+    "budget_lines",
+    "keep_until",
+    "peak_gib",
+    "provenance",
+    "read_jsonl",
+    "write_report",
+]
