@@ -1,14 +1,14 @@
 """The definition of attention in this package: one softmax over a whole stream, no packing tricks, no ranks.
 
-q [T, H, D], k [T, H_kv, D], v [T, H_kv, Dv] -> [T, H, Dv]. A query sees a key of its own segment whose position is not above
-its own and, with a window W, above its own minus W. A sink is one more logit per head, with value 0.
+q [T, H, D], k [T, H_kv, D], v [T, H_kv, Dv] -> [T, H, Dv]. A query sees the keys of its own segment up to its own
+position and, with a window W, above its position minus W. A sink is one more logit per head, with value 0.
 f64 and f32 compute in their dtype, bf16 in f32. Quadratic memory: tests only.
 """
 
 import torch
 from torch import Tensor
 
-from .precision import accumulator
+from longspan.mixers.precision import accumulator
 
 __all__ = ["attention"]
 

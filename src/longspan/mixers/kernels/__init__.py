@@ -59,9 +59,9 @@ class Block:
 
     @property
     def shift(self) -> int:
-        """offset - (len_k - len_q), the same for all segments of a windowed block, and 0 <= shift < window there.
+        """offset - (len_k - len_q): one value for all segments of a windowed block, 0 <= shift < window.
 
-        A kernel whose window is bottom-right aligned (FlashAttention) sees `window` as window_left = window - 1 - shift.
+        FlashAttention, whose windows are bottom-right aligned, takes window_left = window - 1 - shift.
         """
         assert self.lens_q is not None and self.lens_k is not None, "a windowed block needs host lengths"
         shifts = {o - (k - q) for o, q, k in zip(self.offset, self.lens_q, self.lens_k, strict=True)}
@@ -93,9 +93,9 @@ class Kernel(Protocol):
         scale: float,
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this block. out and lse may be those of a larger softmax (ring, sink) that this block is part of.
+        """dq, dk, dv of this block. out and lse may be those of a larger softmax (ring, sink).
 
-        The results may have the dtype of q or f32; whoever calls adds them up in f32 (f64 for f64).
+        Results may have the dtype of q or f32; whoever calls adds them up in f32 (f64 for f64).
         """
         ...
 

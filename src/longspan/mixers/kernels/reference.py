@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..precision import accumulator
-from . import Block
+from longspan.mixers.kernels import Block
+from longspan.mixers.precision import accumulator
 
 __all__ = ["Reference"]
 
