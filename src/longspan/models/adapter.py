@@ -1,9 +1,11 @@
-"""What the engine must know of one model family (`Adapter`), and what a model's layers get from the engine (`Context`).
+"""What the engine must know of one model family (`Adapter`), and what a model's layers get from the engine
+(`Context`).
 
-`Context` travels as the Hugging Face forward keyword `longspan=` to every attention layer, vision layer and expert block: the
-boundaries of the packed row are explicit data, never guessed from masks or positions. An adapter never patches a class of
-`transformers`: it calls the base decoder with embeddings and positions made here, and may replace a module *instance* while
-building. T_local is this rank's part of one packed row; the batch dim of every HF call is 1.
+`Context` travels as the Hugging Face forward keyword `longspan=` to every attention layer, vision layer and expert
+block: the boundaries of the packed row are explicit data, never guessed from masks or positions. An adapter never
+patches a class of `transformers`: it calls the base decoder with embeddings and positions made here, and may
+replace a module *instance* while building. T_local is this rank's part of one packed row; the batch dim of every HF
+call is 1.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from longspan.data.pack import FieldSpec
 from longspan.data.sample import Sample
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from longspan.mixers.attention import Mixer, Prepared
     from longspan.mixers.kernels import Kernel
     from longspan.models.images import MediaReader
+    from longspan.models.placeholders import MediaIds
     from longspan.models.vision import MediaShard
 
 __all__ = ["Adapter", "Context", "Family"]
@@ -38,6 +41,7 @@ class Context:
     mixer: Mixer
     prepared: Prepared  # of `mixer`, on the device
     kernel: Kernel
+    segment: Tensor  # [T_local] int64 on the device: number of each token's segment in the row
     cache: dict[Hashable, AttentionCache] | None = None  # {} turns on selective recomputation: attention runs once
     scratch: dict[str, object] = field(default_factory=dict)  # what a family keeps for one micro-step: "linear", "moe"
 
@@ -64,6 +68,8 @@ class Adapter(Protocol):
     recurrent: bool  # has layers that need token order: `contiguous` only
     windowed: bool  # has sliding-window layers
     reader: MediaReader | None  # None: no vision tower
+    ids: MediaIds | None
+    tokenizer: PreTrainedTokenizerBase | None
 
     def units(self) -> list[nn.Module]:
         """Modules to shard, compile and checkpoint one by one: decoder layers and vision blocks."""
@@ -100,5 +106,5 @@ class Family:
     """How one architecture is loaded and which module classes it may contain."""
 
     build: Callable[[PreTrainedModel, str | None], Adapter]  # (model, folder or None)
-    vision: bool  # loads through AutoModelForImageTextToText
     modules: frozenset[str]  # class names; anything else in the module tree is refused
+    media: Callable[[PretrainedConfig, str | None], tuple[MediaReader, MediaIds]] | None = None  # a model with a tower

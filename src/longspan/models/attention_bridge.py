@@ -1,9 +1,9 @@
 """The attention functions that transformers' AttentionInterface calls: from HF's tensors to a mixer and back.
 
-`longspan` (decoder): q [1, H, T_local, D], k, v [1, H_kv, T_local, D] -> [1, T_local, H, D]; boundaries come only from the
-forward keyword `longspan=Context`. `longspan_flash_vision` (tower): full attention inside each image, one varlen call for all
-images. HF walks images one by one unless the implementation's name contains "flash", and such a name fails while a model is
-built; so `use_vision_bridge` sets it on the finished tower.
+`longspan` (decoder): q [1, H, T_local, D], k, v [1, H_kv, T_local, D] -> [1, T_local, H, D]; boundaries come only
+from the forward keyword `longspan=Context`. `longspan_flash_vision` (tower): full attention inside each image, one
+varlen call for all images. HF walks images one by one unless the implementation's name contains "flash", and such a
+name fails while a model is built; so `use_vision_bridge` sets it on the finished tower.
 """
 
 from __future__ import annotations

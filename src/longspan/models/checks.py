@@ -1,8 +1,8 @@
 """Refusals at build: what a model may contain and which of its settings would make results depend on the layout.
 
-Every module class in the tree must be known: per-token layers of torch, activations, and the classes that the family names.
-A layer that mixes tokens in a way we have no rule for (a convolution, a recurrence, another attention) is therefore refused
-by name instead of silently seeing 1/CP of the sequence (bugs D12).
+Every module class in the tree must be known: per-token layers of torch, activations, and the classes that the
+family names. A layer that mixes tokens in a way we have no rule for (a convolution, a recurrence, another
+attention) is therefore refused by name instead of silently seeing 1/CP of the sequence (bugs D12).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Adapter for Hugging Face text decoders that take their attention from transformers' AttentionInterface.
 
-Positions restart at 0 in every sample (made on the CPU before packing). Tested: Llama, Mistral, Qwen2, Qwen3. A decoder is
-added by naming its module classes in FAMILIES, which is a claim that no other layer mixes tokens (bugs D12).
-Does not know ranks, packing or losses.
+Positions restart at 0 in every sample (made on the CPU before packing). Tested: Llama, Mistral, Qwen2, Qwen3. A
+decoder is added by naming its module classes in FAMILIES, which is a claim that no other layer mixes tokens (bugs
+D12). Does not know ranks, packing or losses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from longspan.data.pack import FieldSpec
 from longspan.data.sample import Sample
@@ -39,6 +39,8 @@ class TextAdapter:
     softcap: float | None = None
     recurrent: bool = False
     reader: None = None
+    ids: None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     def units(self) -> list[nn.Module]:
         return list(self.model.base_model.layers)
@@ -104,7 +106,7 @@ def has_windows(config: dict[str, object]) -> bool:
 
 def _family(prefix: str) -> Family:
     parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-    return Family(text_adapter, False, frozenset(prefix + part for part in parts))
+    return Family(text_adapter, frozenset(prefix + part for part in parts))
 
 
 FAMILIES = {f"{prefix}ForCausalLM": _family(prefix) for prefix in ("Llama", "Mistral", "Qwen2", "Qwen3")}

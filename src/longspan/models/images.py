@@ -1,9 +1,10 @@
 """Media to patches for the Qwen-VL towers: grids from the header alone, pixels only where they are needed.
 
-A grid (t, h, w) counts patches; t*h*w/merge^2 visual tokens come of it. `grid()` reads no more than an image's size, so that every
-rank can check a batch cheaply; `pixels()` decodes, resizes (smart_resize), normalises and cuts into patches [t*h*w, C] fp32 with
-Hugging Face's PIL processor. A video is a list of frames: t = ceil(frames / temporal_patch), the last frame repeated.
-Sizes come from the model's config, resize limits and normalisation from the folder's (video_)preprocessor_config.json, if any.
+A grid (t, h, w) counts patches; t*h*w/merge^2 visual tokens come of it. `grid()` reads no more than an image's
+size, so that every rank can check a batch cheaply; `pixels()` decodes, resizes (smart_resize), normalises and cuts
+into patches [t*h*w, C] fp32 with Hugging Face's PIL processor. A video is a list of frames: t = ceil(frames /
+temporal_patch), the last frame repeated. Sizes come from the model's config, resize limits and normalisation from
+the folder's (video_)preprocessor_config.json, if any.
 """
 
 from __future__ import annotations

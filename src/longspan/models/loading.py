@@ -1,8 +1,8 @@
 """From a name to an adapter: "tiny:<family>", a local Hugging Face folder, or a hub id.
 
-Architectures outside FAMILIES, unknown layers and settings that depend on the layout are refused by name before the engine
-sees the model. Weights of "tiny:" models come from the seed alone, so every process draws the same ones. Parameters get the
-asked dtype; buffers (RoPE frequencies) keep fp32, as `transformers` loads them.
+Architectures outside FAMILIES, unknown layers and settings that depend on the layout are refused by name before the
+engine sees the model. Weights of "tiny:" models come from the seed alone, so every process draws the same ones.
+Parameters get the asked dtype; buffers (RoPE frequencies) keep fp32, as `transformers` loads them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from longspan.models import hf_text, qwen3_vl
 from longspan.models.adapter import Adapter, Family
 from longspan.models.attention_bridge import DECODER, register
 from longspan.models.checks import check_config, check_modules, check_tie, unknown_architecture
+from longspan.models.images import MediaReader
+from longspan.models.placeholders import MediaIds
 from longspan.models.tiny import tiny
 
-__all__ = ["FAMILIES", "adapt", "load_model", "read_config"]
+__all__ = ["FAMILIES", "adapt", "build_random", "load_model", "media_of", "read_config", "read_tokenizer"]
 
 FAMILIES: dict[str, Family] = {**hf_text.FAMILIES, **qwen3_vl.FAMILIES}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -40,17 +42,18 @@ def load_model(
     register()
     config = read_config(name_or_path)
     family = family_of(config)
-    auto = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
     if name_or_path.startswith("tiny:"):
         return adapt(build_random(config, dtype, seed), None), None
-    model = auto.from_pretrained(name_or_path, config=config, dtype=dtype, attn_implementation=DECODER)
-    return adapt(model, name_or_path), read_tokenizer(name_or_path)
+    model = auto_class(family).from_pretrained(name_or_path, config=config, dtype=dtype, attn_implementation=DECODER)
+    adapter = adapt(model, name_or_path)
+    adapter.tokenizer = read_tokenizer(name_or_path)
+    return adapter, adapter.tokenizer
 
 
 def build_random(config: PretrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """Random weights that depend on the config and the seed only; the process's own random state is left alone."""
     register()
-    auto = AutoModelForImageTextToText if family_of(config).vision else AutoModelForCausalLM
+    auto = auto_class(family_of(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, attn_implementation=DECODER)
@@ -87,6 +90,16 @@ def family_of(config: PretrainedConfig) -> Family:
     if names[0] not in FAMILIES:
         raise unknown_architecture(names[0], FAMILIES)
     return FAMILIES[names[0]]
+
+
+def auto_class(family: Family) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    return AutoModelForCausalLM if family.media is None else AutoModelForImageTextToText
+
+
+def media_of(config: PretrainedConfig, name_or_path: str) -> tuple[MediaReader | None, MediaIds | None]:
+    """How the media of a model that need not be loaded are read."""
+    media = family_of(config).media
+    return (None, None) if media is None else media(config, name_or_path)
 
 
 def read_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase | None:

@@ -1,10 +1,10 @@
 """Which placeholder ids of a sample take visual features, and the positions that follow from it.
 
-A media item needs runs of its placeholder id: an image one run, a video one run a frame group (timestamps or vision markers stand
-between). If a sample has as many runs as its media need, all of them are media. If it has more, the runs whose first id was
-sampled by the policy (the mask trains it) are plain text: they keep their text embedding and text-like positions, and stay in the
-loss (bugs G7). Anything unmatched is refused with counts; half an image is never trained on (G5, G18). Padding sides and
-token-type ids of a processor are not read (G17). CPU only.
+A media item needs runs of its placeholder id: an image one run, a video one run a frame group (timestamps or vision
+markers stand between). If a sample has as many runs as its media need, all of them are media. If it has more, the
+runs whose first id was sampled by the policy (the mask trains it) are plain text: they keep their text embedding
+and text-like positions, and stay in the loss (bugs G7). Anything unmatched is refused with counts; half an image is
+never trained on (G5, G18). Padding sides and token-type ids of a processor are not read (G17). CPU only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longspan.data.sample import Sample
 from longspan.errors import UserError
 from longspan.models.images import MediaReader
 
-__all__ = ["MediaIds", "Span", "match_spans", "media_rows", "mrope_positions", "token_runs"]
+__all__ = ["MediaIds", "Span", "match_spans", "media_rows", "mrope_positions", "prompt_runs", "token_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,20 @@ def token_runs(ids: Tensor, marks: tuple[int, ...]) -> list[tuple[int, int, int]
     return list(zip(starts.tolist(), (ends - starts).tolist(), ids[starts].tolist(), strict=True))
 
 
+def prompt_runs(sample: Sample, ids: MediaIds, needed: int) -> list[tuple[int, int, int]]:
+    """Placeholder runs that can be media: all if there are `needed` of them, else those that the policy did not sample."""
+    found = token_runs(sample.input_ids, (ids.image, ids.video))
+    if len(found) == needed:
+        return found
+    sampled = sample.mask.roll(1) > 0  # token t was sampled if target t-1 is trained
+    sampled[0] = False
+    return [run for run in found if not sampled[run[0]]]
+
+
 def match_spans(sample: Sample, reader: MediaReader, ids: MediaIds) -> list[Span]:
     """The media spans of a sample in order; UserError naming media index and counts where they do not fit."""
     expected = _expected(sample, reader, ids)  # without start
-    found = token_runs(sample.input_ids, (ids.image, ids.video))
-    if len(found) != len(expected):
-        sampled = sample.mask.roll(1) > 0  # token t was sampled if target t-1 is trained
-        sampled[0] = False
-        found = [run for run in found if not sampled[run[0]]]
+    found = prompt_runs(sample, ids, len(expected))
     spans = []
     for number, (mark, span) in enumerate(expected):
         kind = "image" if mark == ids.image else "video"
@@ -76,22 +82,23 @@ def match_spans(sample: Sample, reader: MediaReader, ids: MediaIds) -> list[Span
         start, length, got = found[number]
         if got != mark or length != span.length:
             raise UserError(
-                f"{what} needs {span.length} placeholders of id {mark}, found {length} of id {got} at position {start}. "
-                f"{_hint(length, span.length)}"
+                f"{what} needs {span.length} placeholders of id {mark}, found {length} of id {got} at position "
+                f"{start}. {_hint(length, span.length)}"
             )
         spans.append(Span(start, length, span.item, span.height, span.width))
     if len(found) > len(expected):
         start, length, got = found[len(expected)]
         raise UserError(
-            f"run of {length} placeholders of id {got} at position {start} belongs to no media: {len(expected)} runs needed by "
-            f"{len(sample.media)} media items, {len(found)} found. Give the missing media, or train the id (mask 1) if sampled"
+            f"run of {length} placeholders of id {got} at position {start} belongs to no media: {len(expected)} runs "
+            f"needed by {len(sample.media)} media items, {len(found)} found. Give the missing media, or set the mask to 1 "
+            "before it if the policy sampled it"
         )
     return spans
 
 
 def mrope_positions(length: int, spans: Sequence[Span]) -> Tensor:
-    """[3, L] int64 (time, height, width): text counts up in all three; a span counts its rows and columns from the current
-    position and moves it on by its longer side (Qwen3-VL, `get_rope_index`)."""
+    """[3, L] int64 (time, height, width). Text counts up in all three; a span counts its rows and columns from the
+    current position and moves it on by its longer side (`get_rope_index` of Qwen3-VL)."""
     positions = torch.empty(3, length, dtype=torch.int64)
     done, current = 0, 0
     for span in spans:
@@ -129,7 +136,9 @@ def _expected(sample: Sample, reader: MediaReader, ids: MediaIds) -> list[tuple[
 
 def _hint(found: int, needed: int) -> str:
     if found == needed * needed and needed > 1:
-        return "The ids look expanded twice: give one placeholder a media item to longspan.expand, or expanded ids, not both"
+        return (
+            "The ids look expanded twice: give longspan.expand one placeholder a media item, or expand elsewhere, once"
+        )
     if found == 1 and needed > 1:
         return "The ids look unexpanded: call longspan.expand(sample, model) first"
     if found < needed:

@@ -1,8 +1,9 @@
 """Adapter for Qwen3-VL: a vision tower with DeepStack in front of a Qwen3 decoder with three-axis RoPE.
 
-Positions [3, L] and `media_row` [L] are made per sample on the CPU, before packing. The tower is never cut: ranks encode whole
-images (vision.py), and visual and DeepStack features reach a rank's own tokens through the same rows. HF's own multimodal forward
-is bypassed; tower and decoder are called directly with embeddings, positions and `longspan=Context`.
+Positions [3, L] and `media_row` [L] are made per sample on the CPU, before packing. The tower is never cut: ranks
+encode whole images (vision.py), and visual and DeepStack features reach a rank's own tokens through the same rows.
+HF's own multimodal forward is bypassed; tower and decoder are called directly with embeddings, positions and
+`longspan=Context`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from longspan.data.pack import FieldSpec
@@ -43,6 +44,7 @@ class Qwen3VLAdapter:
     ids: MediaIds
     windowed: bool = False
     recurrent: bool = False
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     def units(self) -> list[nn.Module]:
         return [*self.model.model.language_model.layers, *self.model.model.visual.blocks]
@@ -92,7 +94,7 @@ class Qwen3VLAdapter:
         return self.model.lm_head.weight, self.model.lm_head.bias, None
 
     def _encode(self, media: MediaShard, context: Context) -> list[Tensor]:
-        """Pooled and DeepStack features [n, E] of this rank's images. Index tensors are made on the CPU: no device sync."""
+        """Pooled and DeepStack features [n, E] of this rank's images. Index tensors come from the CPU: no device sync."""
         tower = self.model.model.visual
         device = media.pixels.device
         indices, weights = get_vision_interpolation_indices_and_weights(
@@ -113,7 +115,7 @@ class Qwen3VLAdapter:
         trained = any(parameter.requires_grad for parameter in tower.parameters())
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
             out = tower(
-                media.pixels.to(tower.dtype),
+                media.pixels,  # the patch embedding casts to the weights' dtype
                 grid_thw=media.grid,
                 max_seqlen=int(lengths.max()),
                 longspan=context,
@@ -127,6 +129,7 @@ def qwen3_vl_adapter(model: PreTrainedModel, folder: str | None) -> Qwen3VLAdapt
     text = config.text_config
     check_config(config.vision_config)
     use_vision_bridge(model.model.visual)
+    reader, ids = qwen3_vl_media(config, folder)
     return Qwen3VLAdapter(
         model=model,
         family=type(model).__name__,
@@ -136,11 +139,17 @@ def qwen3_vl_adapter(model: PreTrainedModel, folder: str | None) -> Qwen3VLAdapt
         num_heads=text.num_attention_heads,
         num_kv_heads=text.num_key_value_heads,
         head_dim=text.head_dim,
-        reader=media_reader(config.vision_config, folder),
-        ids=MediaIds(
-            config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id
-        ),
+        reader=reader,
+        ids=ids,
     )
+
+
+def qwen3_vl_media(config: PretrainedConfig, folder: str | None) -> tuple[MediaReader, MediaIds]:
+    """How media of this family are read, and their ids; needs no weights."""
+    ids = MediaIds(
+        config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id
+    )
+    return media_reader(config.vision_config, folder), ids
 
 
 TOWER = ("Model", "PatchEmbed", "RotaryEmbedding", "PatchMerger", "Attention", "Block", "MLP")
@@ -148,7 +157,7 @@ TEXT = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding
 FAMILIES = {
     "Qwen3VLForConditionalGeneration": Family(
         build=qwen3_vl_adapter,
-        vision=True,
+        media=qwen3_vl_media,
         modules=frozenset(
             ["Qwen3VLForConditionalGeneration", "Qwen3VLModel"]
             + [f"Qwen3VLVision{part}" for part in TOWER]

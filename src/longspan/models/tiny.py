@@ -1,7 +1,8 @@
-"""Tiny random configs of every family, for tests and `longspan parity`: `tiny("qwen3")`, or "tiny:qwen3" as a model name.
+"""Tiny random configs of every family, for tests and `longspan parity`: `tiny("qwen3")`, or "tiny:qwen3" as a model
+name.
 
-Vocabulary 97 (prime: it catches divisibility assumptions), 2 layers, hidden 32, 4 query and 2 KV heads of 8. Weights are drawn
-wide (std 0.15), so that attention is far from uniform and an error in it shows. No downloads.
+Vocabulary 97 (prime: it catches divisibility assumptions), 2 layers, hidden 32, 4 query and 2 KV heads of 8.
+Weights are drawn wide (std 0.15), so that attention is far from uniform and an error in it shows. No downloads.
 """
 
 from __future__ import annotations

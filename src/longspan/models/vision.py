@@ -1,12 +1,14 @@
-"""Sharing a row's images over its CP ranks: each rank encodes whole images, then takes the features of its own tokens.
+"""Sharing a row's images over its CP ranks: each rank encodes whole images, then takes the features of its own
+tokens.
 
-Plan (CPU, the same on every rank): identical images of a row are encoded once; the rest is dealt by patch count. Encode: one tower
-call a rank for all its images. Place: features [n, F] are padded to the largest rank, all-gathered, and each rank indexes the rows
-of its own tokens. Backward adds the rows' gradients in fp32 (fp64 for fp64) and sums them over the ranks by a reduce-scatter, so
-that a tower's gradient does not depend on which rank used its tokens (bugs G12).
+Plan (CPU, the same on every rank): identical images of a row are encoded once; the rest is dealt by patch count.
+Encode: one tower call a rank for all its images. Place: features [n, F] are padded to the largest rank,
+all-gathered, and each rank indexes the rows of its own tokens. Backward adds the rows' gradients in fp32 (fp64 for
+fp64) and sums them over the ranks by a reduce-scatter, so that a tower's gradient does not depend on which rank
+used its tokens (bugs G12).
 
-A rank without an image runs a dummy of one merge unit when any rank of the micro-step has media: every collective finds its
-partners, and as no token refers to it, features and gradient of the dummy are exactly zero.
+A rank without an image runs a dummy of one merge unit when any rank of the micro-step has media: every collective
+finds its partners, and as no token refers to it, features and gradient of the dummy are exactly zero.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def _deal(costs: Sequence[int], size: int) -> list[int]:
 
 
 def offset_media_rows(tensors: Sequence[Mapping[str, Tensor]], tokens: Sequence[int]) -> list[dict[str, Tensor]]:
-    """`media_row` from "row of the sample's table" to "row of the packed row's table". tokens: visual tokens a sample."""
+    """`media_row` from rows of a sample's table to rows of the packed row's table. tokens: visual tokens a sample."""
     shifted = []
     for row, base in zip(tensors, accumulate(tokens, initial=0), strict=False):
         media_row = row["media_row"]
