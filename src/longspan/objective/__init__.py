@@ -1,0 +1,30 @@
+"""Objectives: per-token weights, the fused LM head, losses, per-sample reductions and metrics. Read evaluate.py first."""
+
+from longspan.objective.evaluate import evaluate, record, token_losses, weighted_sum
+from longspan.objective.logprob import HeadOut, head_outputs
+from longspan.objective.losses import LOSSES
+from longspan.objective.objective import MODEL_TERMS, Objective, Term
+from longspan.objective.segments import Segments
+from longspan.objective.stats import Stats
+from longspan.objective.tokens import Fields, TokenOut
+from longspan.objective.weights import NORMALISE, term_masks, token_weights
+
+__all__ = [
+    "Fields",
+    "HeadOut",
+    "LOSSES",
+    "MODEL_TERMS",
+    "NORMALISE",
+    "Objective",
+    "Segments",
+    "Stats",
+    "Term",
+    "TokenOut",
+    "evaluate",
+    "head_outputs",
+    "record",
+    "term_masks",
+    "token_losses",
+    "token_weights",
+    "weighted_sum",
+]

@@ -1,0 +1,91 @@
+"""From [T] outputs to the weighted sum that backward starts from, and its metrics: sum over terms of c * sum(w * loss).
+
+The one place where losses meet weights. Nothing divides here: weights come from token_weights, ranks add by SUM.
+Loss inputs are 0 outside a term's mask (weight 0) and results are dropped there, so masked tokens add exactly 0 to the loss
+and to every gradient, whatever stands in them, for every loss and for callables too.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from longspan.errors import UserError
+from longspan.objective.objective import Objective, Term
+from longspan.objective.stats import Stats
+from longspan.objective.tokens import Fields, TokenOut
+
+__all__ = ["evaluate", "record", "token_losses", "weighted_sum"]
+
+
+def token_losses(
+    objective: Objective, out: TokenOut, fields: Fields, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Term name -> loss [T], exactly 0 where the term's weight is 0. weights: term name -> [T]."""
+    return {term.name: _term_loss(term, out, fields, weights[term.name]) for term in objective.token_terms}
+
+
+def _term_loss(term: Term, out: TokenOut, fields: Fields, weight: Tensor) -> Tensor:
+    assert term.fn is not None, "model terms are evaluated in the model"
+    trained = weight != 0
+    loss = term.fn(out.where(trained), fields.where(trained))
+    if not isinstance(loss, Tensor) or loss.shape != weight.shape:
+        got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UserError(
+            f"loss {term.name!r} returned {got}; a loss maps [T] tensors to one loss a token, here {list(weight.shape)}. Return the "
+            "unreduced losses: no mean(), no sum(), no mask; normalise= does the rest."
+        )
+    return torch.where(trained, loss, torch.zeros((), dtype=loss.dtype, device=loss.device))
+
+
+def weighted_sum(objective: Objective, losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+    """sum over token terms of coefficient * sum(weight * loss), a scalar in the weights' dtype (fp64)."""
+    sums = [term.coefficient * (weights[term.name] * losses[term.name]).sum() for term in objective.token_terms]
+    return torch.stack(sums).sum()
+
+
+@torch.no_grad()
+def record(
+    stats: Stats,
+    objective: Objective,
+    out: TokenOut,
+    *,
+    fields: Fields,
+    weights: Mapping[str, Tensor],
+    losses: Mapping[str, Tensor],
+) -> None:
+    """Adds this micro-step's metrics. Means use the main term's weights; distributions count its trained tokens."""
+    for term in objective.token_terms:
+        stats.term(term.name, weights[term.name] * losses[term.name], term.coefficient)
+    main = objective.token_terms[0]
+    weight = weights[main.name]
+    trained = weight != 0
+    seen, given = out.where(trained), fields.where(trained)
+    stats.sum("tok/trained", trained)
+    stats.sum("tok/weight_sum", weight)
+    stats.mean("logprob/mean", seen.logprob, weight)
+    if seen.entropy is not None:
+        stats.mean("entropy/mean", seen.entropy, weight)
+    if "old_logprob" in given:
+        gap = given["old_logprob"] - seen.logprob
+        stats.mean("kl/old_mean", gap, weight)
+        stats.mean("ratio/mean", torch.exp(-gap), weight)
+        stats.max("ratio/max", torch.exp(-gap), trained)
+        stats.distribution("logprob/gap", gap, trained)
+        stats.mean("logprob/gap_share_0.5", (gap.abs() > 0.5).double(), trained)
+    if main.clipped is not None:
+        stats.mean("ratio/clip_share", main.clipped(seen, given).double(), weight)
+
+
+def evaluate(
+    objective: Objective,
+    out: TokenOut,
+    *,
+    fields: Fields,
+    weights: Mapping[str, Tensor],
+    stats: Stats,
+) -> Tensor:
+    """One micro-step on one rank: the scalar to call backward on, its metrics added to `stats`."""
+    losses = token_losses(objective, out, fields, weights)
+    record(stats, objective, out, fields=fields, weights=weights, losses=losses)
+    return weighted_sum(objective, losses, weights)

@@ -1,0 +1,130 @@
+"""Row arithmetic of the LM head on one chunk of logits [C, V], in plain torch, in place: statistics forward, dlogits backward.
+
+Works on blocks of rows so that temporaries stay at a fraction of the chunk. With z the logits after bias, soft cap and
+temperature, m their row maximum and s = sum exp(z - m):
+    logprob = (z_y - m) - log s   (<= 0 by construction)      entropy = log s - sum p (z - m)
+    dz = g_y [onehot(y) - p] + sum_k g_k [onehot(k) - p] - g_e p (log p + entropy)
+The same arithmetic as Triton kernels: logprob_triton.py. This file does no matmul and knows no gradient of its own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["RowGrads", "RowStats", "Rows", "logits_gradient_", "row_stats", "row_stats_buffers"]
+
+BLOCK_BYTES = 2**20  # temporaries of one block of rows: a few times this
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """What the rows of a chunk are asked for."""
+
+    targets: Tensor  # [C] int64, inside the vocabulary
+    temperature: Tensor | None  # [C], logits dtype
+    softcap: float | None
+    topk_ids: Tensor | None  # [C, K] int64, inside the vocabulary
+
+    def take(self, part: slice) -> "Rows":
+        return Rows(
+            self.targets[part],
+            None if self.temperature is None else self.temperature[part],
+            self.softcap,
+            None if self.topk_ids is None else self.topk_ids[part],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowStats:
+    """Per-row results, logits dtype. shift and log_sum are what backward needs to form p again."""
+
+    logprob: Tensor  # [C]
+    entropy: Tensor  # [C]
+    shift: Tensor  # [C] m
+    log_sum: Tensor  # [C] log s
+    topk_logprob: Tensor | None  # [C, K]
+
+    def take(self, part: slice) -> "RowStats":
+        topk = None if self.topk_logprob is None else self.topk_logprob[part]
+        return RowStats(self.logprob[part], self.entropy[part], self.shift[part], self.log_sum[part], topk)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGrads:
+    """Upstream gradients of a chunk's results; None: that result was not used."""
+
+    logprob: Tensor | None  # [C]
+    entropy: Tensor | None  # [C]
+    topk_logprob: Tensor | None  # [C, K]
+
+    def take(self, part: slice) -> "RowGrads":
+        return RowGrads(*(None if x is None else x[part] for x in (self.logprob, self.entropy, self.topk_logprob)))
+
+
+def row_stats_buffers(rows: int, topk: int | None, like: Tensor) -> RowStats:
+    """Empty results for `rows` rows."""
+    columns = [like.new_empty(rows) for _ in range(4)]
+    return RowStats(*columns, None if topk is None else like.new_empty(rows, topk))
+
+
+def _blocks(z: Tensor) -> list[slice]:
+    step = max(1, BLOCK_BYTES // max(1, z.shape[1] * z.element_size()))
+    return [slice(a, min(a + step, z.shape[0])) for a in range(0, z.shape[0], step)]
+
+
+def row_stats(z: Tensor, rows: Rows, into: RowStats) -> None:
+    """Statistics of raw logits z [C, V] (bias added) into `into`. z keeps its values."""
+    for part in _blocks(z):
+        _block_stats(z[part], rows.take(part), into.take(part))
+
+
+def _tempered(z: Tensor, rows: Rows) -> Tensor:
+    """softcap * tanh(z / softcap) / temperature, out of place where there is something to do."""
+    if rows.softcap is not None:
+        z = torch.tanh(z / rows.softcap) * rows.softcap
+    return z if rows.temperature is None else z / rows.temperature[:, None]
+
+
+def _block_stats(z: Tensor, rows: Rows, into: RowStats) -> None:
+    z = _tempered(z, rows)
+    shift = z.amax(1)
+    z = z - shift[:, None]
+    exp = torch.exp(z)
+    total = exp.sum(1)
+    log_sum = torch.log(total)
+    into.shift.copy_(shift)
+    into.log_sum.copy_(log_sum)
+    into.logprob.copy_(z.gather(1, rows.targets[:, None])[:, 0] - log_sum)
+    into.entropy.copy_((log_sum - exp.mul_(z).sum(1) / total).clamp_(min=0))
+    if into.topk_logprob is not None and rows.topk_ids is not None:
+        into.topk_logprob.copy_(z.gather(1, rows.topk_ids) - log_sum[:, None])
+
+
+def logits_gradient_(z: Tensor, rows: Rows, stats: RowStats, grads: RowGrads) -> None:
+    """Turns raw logits z [C, V] into the gradient with respect to them, in place."""
+    for part in _blocks(z):
+        _block_gradient_(z[part], rows.take(part), stats.take(part), grads.take(part))
+
+
+def _block_gradient_(z: Tensor, rows: Rows, stats: RowStats, grads: RowGrads) -> None:
+    log_p = (_tempered(z, rows) - stats.shift[:, None]).sub_(stats.log_sum[:, None])
+    p = torch.exp(log_p)
+    pulled = torch.zeros_like(stats.logprob)  # total upstream gradient on log-probs: each pulls -p
+    if grads.logprob is not None:
+        pulled = pulled + grads.logprob
+    if grads.topk_logprob is not None:
+        pulled = pulled + grads.topk_logprob.sum(1)
+    if grads.entropy is None:
+        d = p.mul_(-pulled[:, None])
+    else:
+        d = log_p.add_(stats.entropy[:, None]).mul_(grads.entropy[:, None]).add_(pulled[:, None]).mul_(p).neg_()
+    if grads.logprob is not None:
+        d.scatter_add_(1, rows.targets[:, None], grads.logprob[:, None])
+    if grads.topk_logprob is not None and rows.topk_ids is not None:
+        d.scatter_add_(1, rows.topk_ids, grads.topk_logprob)
+    if rows.temperature is not None:
+        d.div_(rows.temperature[:, None])
+    if rows.softcap is not None:
+        d.mul_(1 - torch.tanh(z / rows.softcap).square())
+    z.copy_(d)

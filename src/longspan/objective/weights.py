@@ -1,0 +1,126 @@
+"""One weight per token: the only division of the engine (law `normalise_once`).
+
+The rule is applied once on the CPU, over the whole batch, before anything is packed or cut. From here on there are only sums.
+With m = the term's 0/1 mask, L_s = its trained tokens in sample s:
+
+    "token"        m / sum of L_s
+    "sample"       m / L_s / number of samples with a trained token     (mean over samples of the per-sample mean)
+    "sample_sum"   m / number of samples with a trained token           (mean over samples of the per-sample sum)
+    "constant"     m / denominator
+    "sum"          m
+
+A denominator given by the caller replaces the count (total tokens, or samples), so that k calls add up to one call.
+Nothing trained: every weight is 0, and no 0/0 arises. A sample without a trained token weighs 0 and is not counted.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.data.sample import Sample
+from longspan.errors import UserError
+from longspan.objective.objective import Objective
+
+__all__ = ["NORMALISE", "Denominator", "term_masks", "token_weights"]
+
+NORMALISE = ("token", "sample", "sample_sum", "constant", "sum")
+Denominator = float | Mapping[str, float] | None
+
+
+def token_weights(
+    samples: Sequence[Sample],
+    objective: Objective,
+    normalise: str = "token",
+    *,
+    denominator: Denominator = None,
+    by_adapter: bool = False,
+) -> dict[str, list[Tensor]]:
+    """Term name -> one [L] fp64 CPU tensor a sample.
+
+    denominator: a number for every term, or a dict by term name that names every term.
+    by_adapter: the samples of each LoRA adapter are normalised alone, as if each adapter had its own call.
+    """
+    _check_rule(normalise, denominator)
+    parts = _parts(samples) if by_adapter else [list(range(len(samples)))]
+    weights: dict[str, list[Tensor]] = {}
+    for term, own in _denominators(objective, denominator).items():
+        masks = term_masks(samples, term)
+        found: list[Tensor] = [torch.empty(0)] * len(samples)
+        for part in parts:
+            for number, weight in zip(part, _rule([masks[n] for n in part], normalise, own), strict=True):
+                found[number] = weight
+        weights[term] = found
+    return weights
+
+
+def term_masks(samples: Sequence[Sample], term: str) -> list[Tensor]:
+    """The term's 0/1 masks, [L] fp64 each: the field "<term>_mask" where a sample has it, else the sample's mask."""
+    name, masks = f"{term}_mask", []
+    for number, sample in enumerate(samples):
+        mask = sample.fields.get(name, sample.mask).double()
+        if mask.dim() != 1 or not bool(((mask == 0) | (mask == 1)).all()):
+            raise UserError(
+                f"sample {number}: field {name!r} of shape {list(mask.shape)} must be [L] of 0 and 1; it says which tokens the "
+                f"term {term!r} trains. Scale a term by its coefficient, and tokens by their advantage."
+            )
+        masks.append(mask)
+    return masks
+
+
+def _rule(masks: list[Tensor], normalise: str, denominator: float | None) -> list[Tensor]:
+    """The rule over masks that are normalised together."""
+    lengths = [float(mask.sum()) for mask in masks]
+    if normalise == "sum":
+        return masks
+    if denominator is None:
+        denominator = sum(lengths) if normalise == "token" else sum(length > 0 for length in lengths)
+    if normalise == "sample":
+        return [mask / max(length, 1.0) / max(denominator, _TINY) for mask, length in zip(masks, lengths, strict=True)]
+    return [mask / max(denominator, _TINY) for mask in masks]
+
+
+_TINY = 1e-300  # 0 / tiny is 0: a batch without a trained token has all weights 0
+
+
+def _parts(samples: Sequence[Sample]) -> list[list[int]]:
+    """Sample numbers by adapter, in order of first appearance."""
+    parts: dict[str | None, list[int]] = {}
+    for number, sample in enumerate(samples):
+        parts.setdefault(sample.adapter, []).append(number)
+    return list(parts.values())
+
+
+def _check_rule(normalise: str, denominator: Denominator) -> None:
+    if normalise not in NORMALISE:
+        raise UserError(f"normalise={normalise!r} is not a rule. Use one of {', '.join(map(repr, NORMALISE))}.")
+    if normalise == "constant" and denominator is None:
+        raise UserError(
+            "normalise='constant' divides by a number of yours: give denominator=, a number or a dict by term."
+        )
+    if normalise == "sum" and denominator is not None:
+        raise UserError(
+            f"normalise='sum' divides by nothing, but denominator={denominator!r} was given. Use normalise='constant'."
+        )
+
+
+def _denominators(objective: Objective, denominator: Denominator) -> dict[str, float | None]:
+    """One denominator a term; None: count it."""
+    names = [term.name for term in objective.terms]
+    if denominator is None:
+        return dict.fromkeys(names)
+    if not isinstance(denominator, Mapping):
+        return dict.fromkeys(names, _number("denominator", denominator))
+    if set(denominator) != set(names):
+        raise UserError(
+            f"denominator= names the terms {sorted(denominator)}, but the objective has {sorted(names)}. Name each term once: a "
+            "term left to its own count would weigh differently in each call."
+        )
+    return {name: _number(f"denominator[{name!r}]", denominator[name]) for name in names}
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise UserError(f"{name}={value!r} must be a finite number above 0: the tokens (or samples) of the whole step.")
+    return float(value)
