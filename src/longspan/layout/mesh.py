@@ -9,7 +9,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -172,6 +172,19 @@ class Mesh:
     def all(self) -> CPGroup:
         """All data ranks. Collective at first use."""
         return self._make_group(tuple(range(self.data_ranks)))
+
+    @cached_property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """All ranks, for small objects on the host; None when there is one. Collective at first use."""
+        return self._process_group(tuple(range(self.ranks)))
+
+    def gather_objects(self, mine: object) -> list[Any]:
+        """What every rank passed, rank 0 first. Collective; small picklable objects only."""
+        if self.host_group is None:
+            return [mine]
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, mine, group=self.host_group)
+        return found
 
     def group(self, start: int, size: int) -> CPGroup:
         """Data ranks start .. start + size - 1. Collective at first use: every rank calls it, inside or not."""

@@ -1,0 +1,76 @@
+"""The backend protocol: what owns parameters, gradients and the optimizer. Two implementations: fsdp/ and megatron/.
+
+The engine hands a backend finished micro-steps (shards with their context) and a program (what to compute from hidden
+states). A backend knows nothing of samples, normalisation, plans or loss terms.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from longspan.engine.optim import SGD, AdamW
+from longspan.layout import Shard
+from longspan.models.adapter import Context
+from longspan.models.vision import MediaShard
+
+__all__ = ["Backend", "Head", "MicroStep", "Program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The output layer's live parameters: weight [V, E], bias [V] or None, softcap (logits = c * tanh(logits / c)) or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStep:
+    """One forward (and backward) of the model on this rank: its tokens, the media it encodes, and how tokens meet."""
+
+    shard: Shard
+    media: MediaShard | None  # None: no rank has media in this micro-step
+    context: Context
+    needed: Tensor  # [T_local] bool CPU: tokens whose log-prob anything reads
+    segment: Tensor  # [T_local] int64 on the device: which sample of the row
+
+
+class Program(Protocol):
+    """What to do with the hidden states of a micro-step. `trains` says whether backward runs."""
+
+    @property
+    def trains(self) -> bool: ...
+
+    def compute(self, hidden: Tensor, head: Head, value: Tensor | None, step: MicroStep) -> Tensor:
+        """hidden [T_local, E], value [T_local] or None -> scalar to differentiate (already weighted: only sums follow)."""
+        ...
+
+
+class Backend(Protocol):
+    """Owner of parameters. Every method is collective: all ranks call it in the same order."""
+
+    def run(self, steps: Iterable[MicroStep], program: Program) -> None:
+        """Run the program on every micro-step; training programs add their gradient to the accumulators."""
+        ...
+
+    def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:
+        """Clip, step once and clear; returns grad/norm and grad/clip. Raises before anything changes if the norm is not finite."""
+        ...
+
+    def gradients(self) -> dict[str, Tensor]:
+        """{Hugging Face name: full CPU tensor} of the accumulated gradient, before clipping."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """{Hugging Face name: full CPU tensor} of the master weights."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path, optimizer: bool) -> None: ...
+
+    def export(self, folder: Path) -> None: ...

@@ -1,0 +1,71 @@
+"""EngineConfig: what to train and how it is laid out. Valid by construction; nothing here is ignored later."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from longspan.errors import UserError
+from longspan.layout import Layout
+
+__all__ = ["DTYPES", "EngineConfig"]
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = ("checkpoints", "optimizer", "parameters")
+BACKENDS = ("fsdp", "megatron")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. Every rank builds the same one.
+
+    model: "tiny:<family>" (a random config for tests), a local Hugging Face folder, or a hub id.
+    layout: how ranks are used (see Layout). backend: "fsdp" (PyTorch FSDP2 + transformers) or "megatron" (Megatron-Core).
+    dtype: "float64", "float32", or "bfloat16" (bf16 compute over fp32 master weights, gradients and moments).
+    seed: seeds the random weights of a tiny model, a value head and LoRA factors.
+    max_tokens_per_rank: tokens a rank may hold in one micro-step, padding counted; "auto" asks the memory model.
+    dynamic_cp: choose the context-parallel size per sample instead of layout.cp for all.
+    freeze: part names ("vision", "merger", "language", "embeddings") or fnmatch patterns of parameter names.
+    lora: {adapter name: peft.LoraConfig}; the base is frozen then.
+    value_head: adds a scalar head `value_head.*` for the "value" loss.
+    recompute: "none", "selective" (layers are recomputed but no attention runs twice) or "full".
+    offload: what lives in host memory: "checkpoints", "optimizer", "parameters".
+    kernel: attention kernel, "auto" or one of longspan.mixers.kernels' names. compile: torch.compile each layer.
+    """
+
+    model: str
+    layout: Layout = field(default_factory=Layout)
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    seed: int = 0
+    max_tokens_per_rank: int | Literal["auto"] = "auto"
+    dynamic_cp: bool = False
+    freeze: tuple[str, ...] = ()
+    lora: Mapping[str, Any] | None = None
+    value_head: bool = False
+    recompute: Literal["none", "selective", "full"] = "selective"
+    offload: tuple[str, ...] = ()
+    kernel: str = "auto"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("dtype", self.dtype, tuple(DTYPES))
+        _one_of("recompute", self.recompute, RECOMPUTE)
+        for name in self.offload:
+            _one_of("offload", name, OFFLOAD)
+        if self.max_tokens_per_rank != "auto" and (
+            not isinstance(self.max_tokens_per_rank, int) or self.max_tokens_per_rank < 1
+        ):
+            raise UserError(
+                f"max_tokens_per_rank={self.max_tokens_per_rank!r} must be a positive number of tokens a rank, or 'auto'"
+            )
+        if isinstance(self.freeze, str) or isinstance(self.offload, str):
+            raise UserError("freeze and offload are tuples of names, for example freeze=('vision',)")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{name}={value!r} is not one of {allowed}")

@@ -1,0 +1,213 @@
+"""The conductor. Read this first: `Engine.forward_backward` is the whole of Longspan in six lines.
+
+samples -> weights -> plan -> streams -> shards -> hidden -> log-probs -> token losses -> sum(w * l) -> gradients -> step
+
+Every rank builds the same engine and passes the same samples; every rank gets the same outputs. The engine knows samples,
+weights and plans; the backend knows parameters; the layout decides where tokens live and changes no number.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from longspan.data import Plan, Sample
+from longspan.engine import rng
+from longspan.engine.backend import Backend
+from longspan.engine.batch import Batch, fingerprint, make_batch
+from longspan.engine.checkpoint import publish, verify
+from longspan.engine.config import DTYPES, EngineConfig
+from longspan.engine.fsdp.backend import FSDPBackend
+from longspan.engine.memory import peak_gib, reset_peak
+from longspan.engine.optim import SGD, AdamW
+from longspan.engine.outputs import Outputs, TokenBuffer
+from longspan.engine.planning import Planner
+from longspan.engine.program import WEIGHT, Forward, Train
+from longspan.engine.steps import StepBuilder
+from longspan.errors import RankError, UserError
+from longspan.launch import world
+from longspan.layout import Mesh, resolve
+from longspan.models.adapter import Adapter
+from longspan.models.loading import load_model
+from longspan.objective import Objective, Stats, token_weights
+
+__all__ = ["Engine"]
+
+BACKENDS: dict[str, Callable[[EngineConfig, Adapter, Mesh], Backend]] = {"fsdp": FSDPBackend}
+OUTPUTS = ("logprob", "entropy", "value")
+
+
+class Engine:
+    """One model under one layout. Build with `Engine.build(config)` inside every rank."""
+
+    def __init__(self, config: EngineConfig, adapter: Adapter, mesh: Mesh, backend: Backend) -> None:
+        self.config = config
+        self.adapter = adapter
+        self.mesh = mesh
+        self.backend = backend
+        self.planner = Planner(config, adapter, mesh)
+        self.builder = StepBuilder(config, adapter, mesh, DTYPES[config.dtype])
+        self.dtype = torch.float64 if config.dtype == "float64" else torch.float32
+        self.step = 0
+
+    @classmethod
+    def build(cls, config: EngineConfig) -> "Engine":
+        """Load the model, check that the layout fits it and the ranks, and shard it. Collective.
+
+        Raises UserError (a ValueError) on every rank for a layout or a setting that cannot be honoured.
+        """
+        here = world()
+        if config.backend not in BACKENDS:
+            raise UserError(f"backend={config.backend!r} is not built yet. Use one of {sorted(BACKENDS)}")
+        master = torch.float64 if config.dtype == "float64" else torch.float32
+        adapter, _ = load_model(config.model, master, config.seed)
+        layout = resolve(
+            config.layout,
+            heads=adapter.num_heads,
+            kv_heads=adapter.num_kv_heads,
+            recurrent=adapter.recurrent,
+            windowed=adapter.windowed,
+            model=config.model,
+        )
+        mesh = Mesh(layout, ranks=here.ranks, rank=here.rank, device=here.device)
+        return cls(config, adapter, mesh, BACKENDS[config.backend](config, adapter, mesh))
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    def forward_backward(
+        self,
+        samples: Sequence[Sample],
+        objective: Objective | Callable[..., Tensor],
+        normalise: str = "token",
+        denominator: float | Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """Add the exact gradient of sum(weight * token loss) to the accumulators; returns the metrics of this call.
+
+        samples: the same on every rank, in the same order. objective: an Objective, or a callable fn(out, fields) -> [T].
+        normalise, denominator: see objective/weights.py. k calls with parts of a batch add up to one call with all of it.
+        Raises UserError naming the sample and the rule; then nothing was added.
+        """
+        objective = self._check(samples, objective)
+        started = self._start()
+        weights = token_weights(samples, objective, normalise, denominator=denominator)
+        batch = self._admit(samples, objective.stream_fields(samples), weights)
+        plan = self._agree(batch, self.planner.plan(batch))
+        steps = self.builder.steps(batch, plan, trains=True)  # pack, shard: one micro-step at a time
+        program = Train(objective, Stats(self.mesh.device), objective.stream_fields(samples))
+        self.backend.run(steps, program)
+        return program.stats.reduce(self.mesh.all) | self._measured("forward_backward", started, plan)
+
+    def forward(self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",)) -> list[Outputs]:
+        """Outputs per token of each sample, in the caller's order, equal on every rank; each [L] on the CPU.
+
+        outputs: of "logprob" (of target_ids, at the sample's temperature), "entropy" (nats), "value". Tokens outside the mask
+        have a placeholder target: their log-prob and entropy are 0.
+        """
+        unknown = [name for name in outputs if name not in OUTPUTS]
+        if unknown:
+            raise UserError(f"outputs={unknown} are unknown. Use some of {OUTPUTS}")
+        if "value" in outputs and not self.config.value_head:
+            raise UserError("outputs=('value',) needs EngineConfig(value_head=True)")
+        batch = self._admit(samples, (), {})
+        plan = self._agree(batch, self.planner.plan(batch))
+        buffer = TokenBuffer(batch.lengths, self.mesh.device)
+        self.backend.run(self.builder.steps(batch, plan, trains=False), Forward(tuple(outputs), buffer))
+        return buffer.collect(self.mesh.all)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """{Hugging Face parameter name: full gradient on the CPU}, before clipping. Collective; changes nothing.
+
+        Tied weights once, frozen ones absent, unused ones zero; fp32 (fp64 in fp64).
+        """
+        return self.backend.gradients()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """{Hugging Face parameter name: full master weight on the CPU}. Collective."""
+        return self.backend.weights()
+
+    def clear_gradients(self) -> None:
+        """Drop what forward_backward accumulated since the last step."""
+        self.backend.clear_gradients()
+
+    def optim_step(self, settings: AdamW | SGD, adapter: str | None = None) -> dict[str, float]:
+        """Clip by the global norm, step once, clear. Returns grad/norm (before clipping), grad/clip, step and time.
+
+        With gradients of zero this is still a step: weight decay applies and moments decay. Raises UserError if nothing was
+        accumulated or the norm is not finite; weights are unchanged then.
+        """
+        started = self._start()
+        report = self.backend.step(settings, adapter)
+        self.step += 1
+        return report | {"step": float(self.step), "lr": settings.lr, "time/optim_step_s": perf_counter() - started}
+
+    def save(self, path: str | Path) -> None:
+        """Write weights, optimizer state, random state and the step to folder `path`; all or nothing.
+
+        Raises CheckpointError on every rank if any rank could not write (a full disk, say); `path` then holds what it held.
+        """
+        if self.backend.has_gradients():
+            raise UserError("save between forward_backward and optim_step would lose the gradients. Step or clear_gradients() first")
+
+        def write(folder: Path) -> None:
+            self.backend.save(folder)
+            rng.save(folder / f"rng-{self.mesh.rank}.pt")
+            if self.mesh.rank == 0:
+                (folder / "step").write_text(str(self.step))
+
+        publish(Path(path), self.mesh, write)
+
+    def load(self, path: str | Path, optimizer: bool = True) -> None:
+        """Restore what `save` wrote, under any dp x cp, bit for bit. optimizer=False loads the weights only.
+
+        Raises CheckpointError on every rank for a missing, corrupt or foreign checkpoint, before anything changed.
+        """
+        path = Path(path)
+        verify(path, self.mesh)
+        self.backend.load(path, optimizer)
+        if optimizer:
+            self.step = int((path / "step").read_text())
+            rng.load(path, self.mesh.rank)
+
+    def export(self, path: str | Path) -> None:
+        """Write a Hugging Face folder (safetensors and config) that plain `transformers` loads."""
+        publish(Path(path), self.mesh, self.backend.export)
+
+    def _check(self, samples: Sequence[Sample], objective: Objective | Callable[..., Tensor]) -> Objective:
+        objective = objective if isinstance(objective, Objective) else Objective(objective)
+        if not samples:
+            raise UserError("the batch has no samples. Pass at least one")
+        objective.check(samples)
+        if objective.needs_value and not self.config.value_head:
+            raise UserError(f"objective {objective.name!r} trains values: build the engine with EngineConfig(value_head=True)")
+        return objective
+
+    def _admit(self, samples: Sequence[Sample], fields: Sequence[str], weights: Mapping[str, Sequence[Tensor]]) -> Batch:
+        """The checked batch as per-token tensors, weights included."""
+        streams = {WEIGHT + term: values for term, values in weights.items()}
+        names = tuple(dict.fromkeys([*fields, "temperature"]))
+        return make_batch(samples, self.adapter, weights=streams, fields=names, dtype=self.dtype)
+
+    def _agree(self, batch: Batch, plan: Plan) -> Plan:
+        """Every rank must hold the same batch and plan; a difference is an error that names the rank, not a hang."""
+        mine = (fingerprint(batch), len(plan.micro_steps), sum(batch.lengths), hash(plan))
+        said = self.mesh.gather_objects(mine)
+        for rank, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise RankError(
+                    f"rank {rank} has (batch checksum, micro-steps, tokens, plan) = {theirs}, rank 0 has {said[0]}. Every rank must "
+                    "pass the same samples in the same order to the same call"
+                )
+        return plan
+
+    def _start(self) -> float:
+        reset_peak()
+        return perf_counter()
+
+    def _measured(self, phase: str, started: float, plan: Plan) -> dict[str, float]:
+        """Speed and memory of this rank: the only numbers that depend on the layout."""
+        seconds = perf_counter() - started
+        return {f"time/{phase}_s": seconds, "mem/peak_gib": peak_gib(), "plan/micro_steps": float(len(plan.micro_steps))}

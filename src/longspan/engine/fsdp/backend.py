@@ -1,0 +1,204 @@
+"""The fsdp backend: PyTorch FSDP2 over dp x cp, Hugging Face modules, torch optimizers.
+
+Every parameter is cut over all dp x cp ranks, so a micro-step may group those ranks in any way (dynamic CP) without moving
+a weight. Refuses tp > 1 and pp > 1: those are the megatron backend's.
+"""
+
+import fnmatch
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.engine import checkpoint
+from longspan.engine.backend import MicroStep, Program
+from longspan.engine.config import DTYPES, EngineConfig
+from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
+from longspan.engine.memory import explain_out_of_memory
+from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, local, make_optimizer
+from longspan.errors import CheckpointError, UserError
+from longspan.layout import Mesh
+from longspan.models.adapter import Adapter
+
+__all__ = ["FSDPBackend"]
+
+
+class FSDPBackend:
+    """Backend protocol on FSDP2. Build with `FSDPBackend(config, adapter, mesh)` on every rank."""
+
+    def __init__(self, config: EngineConfig, adapter: Adapter, mesh: Mesh) -> None:
+        for axis, size in (("tp", config.layout.tp), ("pp", config.layout.pp)):
+            if size > 1:
+                raise UserError(f"{axis}={size} needs backend='megatron'; the fsdp backend runs dp, cp and ep")
+        self.mesh = mesh
+        self.adapter = adapter
+        compute = DTYPES[config.dtype]
+        self.master = torch.float64 if compute == torch.float64 else torch.float32
+        value_head = _make_value_head(adapter, config.seed, self.master) if config.value_head else None
+        self.policy = Policy(adapter, value_head)
+        _freeze(self.policy, config.freeze, adapter)
+        _recompute(adapter, config.recompute)
+        shard_policy(self.policy, mesh.device_mesh, compute=compute, master=self.master)
+        self.policy.train()
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(public name, parameter) of every trainable parameter; tied weights once."""
+        for name, parameter in self.policy.named_parameters():
+            if parameter.requires_grad:
+                yield public_name(name), parameter
+
+    def run(self, steps: Iterable[MicroStep], program: Program) -> None:
+        for step in steps:
+            with explain_out_of_memory(step, trains=program.trains), torch.set_grad_enabled(program.trains):
+                loss = self.policy(step, program)
+                if loss.requires_grad:
+                    loss.backward()
+                else:
+                    # Without backward FSDP keeps the root gathered, and the next optimizer step would not reach it.
+                    self.policy.reshard()
+
+    def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:
+        if adapter is not None:
+            raise UserError(f"adapter={adapter!r}: this engine has no LoRA adapters. Build it with lora={{name: LoraConfig}}")
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        norm = gradient_norm(parameters, self.mesh.all)
+        self._check_finite(norm)
+        for parameter in parameters:
+            if parameter.grad is None:  # unused in every call: a zero gradient, the same at every layout
+                parameter.grad = torch.zeros_like(parameter)
+        coefficient = clip_coefficient(norm, settings.clip_norm)
+        if coefficient is not None:
+            torch._foreach_mul_([local(parameter.grad) for parameter in parameters], coefficient.to(self.master))
+        self._prepare(settings, parameters)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"grad/norm": float(norm), "grad/clip": 1.0 if coefficient is None else float(coefficient)}
+
+    def _check_finite(self, norm: Tensor) -> None:
+        if not torch.isfinite(norm):
+            broken = [
+                name
+                for name, parameter in self.named_parameters()
+                if parameter.grad is not None and not torch.isfinite(local(parameter.grad)).all()
+            ]
+            raise UserError(
+                f"the gradient norm is {float(norm)}: no step was taken and the weights are unchanged. Parameters with "
+                f"non-finite gradients on rank {self.mesh.data_rank}: {broken[:3] or 'none here'}. Call engine.clear_gradients() "
+                "to drop this batch and go on"
+            )
+
+    def _prepare(self, settings: AdamW | SGD, parameters: list[nn.Parameter]) -> None:
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(settings, parameters)
+        elif type(self.optimizer).__name__ != type(settings).__name__:
+            raise UserError(
+                f"this engine steps with {type(self.optimizer).__name__}; {type(settings).__name__} would ignore its state. "
+                "Use one optimizer for a run"
+            )
+        for group in self.optimizer.param_groups:
+            group.update(settings.options())
+
+    def clear_gradients(self) -> None:
+        for parameter in self.policy.parameters():
+            parameter.grad = None
+
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.policy.parameters())
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found[name] = full(gradient)
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        return {public_name(name): full(parameter.detach()) for name, parameter in self.policy.named_parameters()}
+
+    def save(self, folder: Path) -> None:
+        checkpoint.write_tensors(folder, self._state(), self.mesh)
+        if self.mesh.data_rank == 0:
+            kind = None if self.optimizer is None else type(self.optimizer).__name__
+            shapes = {public_name(name): list(p.shape) for name, p in self.policy.named_parameters()}
+            (folder / "backend.json").write_text(json.dumps({"optimizer": kind, "shapes": shapes}))
+
+    def load(self, folder: Path, optimizer: bool) -> None:
+        saved = json.loads((folder / "backend.json").read_text())
+        shapes = {public_name(name): list(p.shape) for name, p in self.policy.named_parameters()}
+        if saved["shapes"] != shapes:
+            wrong = [name for name in sorted({*shapes, *saved["shapes"]}) if shapes.get(name) != saved["shapes"].get(name)]
+            raise CheckpointError(f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded")
+        self.optimizer = None
+        if optimizer and saved["optimizer"] is not None:
+            self._empty_optimizer(saved["optimizer"])
+        checkpoint.read_tensors(folder, self._state(), self.mesh)
+        self.clear_gradients()
+
+    def _state(self) -> dict[str, Tensor]:
+        """Flat {key: tensor} of everything saved: weights, and moments where there are any."""
+        names = {parameter: public_name(name) for name, parameter in self.policy.named_parameters()}
+        state = {f"weights/{name}": parameter.detach() for parameter, name in names.items()}
+        if self.optimizer is not None:
+            for parameter, slots in self.optimizer.state.items():
+                state |= {f"optimizer/{names[parameter]}/{slot}": value for slot, value in slots.items() if value is not None}
+        return state
+
+    def _empty_optimizer(self, kind: str) -> None:
+        """An optimizer with zero state of the right shapes, for the checkpoint to fill."""
+        settings = AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0)
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        self.optimizer = make_optimizer(settings, parameters)
+        for parameter in parameters:
+            if kind == "AdamW":
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+    def export(self, folder: Path) -> None:
+        weights = {name: value for name, value in self.weights().items() if not name.startswith("value_head.")}
+        if self.mesh.data_rank == 0:
+            self.adapter.model.save_pretrained(folder, state_dict=weights)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor on the CPU, on every rank."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu()
+
+
+def _make_value_head(adapter: Adapter, seed: int, dtype: torch.dtype) -> nn.Linear:
+    """Scalar head on the last hidden state: weights N(0, 0.02) from the seed, bias 0; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    head = nn.Linear(adapter.hidden_size, 1, dtype=dtype)
+    with torch.no_grad():
+        head.weight.normal_(0.0, 0.02, generator=generator)
+        head.bias.zero_()
+    return head
+
+
+def _freeze(policy: Policy, freeze: tuple[str, ...], adapter: Adapter) -> None:
+    """Turn off gradients by part name or by fnmatch pattern; a name that matches nothing is an error."""
+    parts = adapter.parts()
+    for entry in freeze:
+        matched = 0
+        for name, parameter in policy.named_parameters():
+            public = public_name(name)
+            if any(public.startswith(p) for p in parts[entry]) if entry in parts else fnmatch.fnmatch(public, entry):
+                parameter.requires_grad_(False)
+                matched += 1
+        if not matched:
+            raise UserError(f"freeze={entry!r} matches no parameter. Parts of this model: {sorted(parts)}; or use a name pattern")
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise UserError(f"freeze={freeze} leaves nothing to train")
+
+
+def _recompute(adapter: Adapter, policy: str) -> None:
+    """Recompute each layer in backward. "selective" differs from "full" by the attention cache in the context."""
+    if policy != "none":
+        adapter.model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})

@@ -1,0 +1,56 @@
+"""The module that FSDP2 wraps: a Hugging Face model, its optional value head, and the program run on its hidden states.
+
+The head's matmul happens inside `forward`, where FSDP has gathered the root's parameters (embeddings, final norm, output layer).
+Parameters are cut over the flattened dp x cp axis; gradients are SUMMED there and nothing divides (law 5).
+Gradients of every micro-step land reduced in fp32 shards, so any number of calls adds up.
+Source of the two switches: torch.distributed.fsdp FSDPModule.set_gradient_divide_factor, set_force_sum_reduction_for_comms.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from longspan.engine.backend import Head, MicroStep, Program
+from longspan.models.adapter import Adapter
+
+__all__ = ["MODEL_PREFIX", "Policy", "public_name", "shard_policy"]
+
+MODEL_PREFIX = "model."
+
+
+class Policy(nn.Module):
+    """model: the Hugging Face model. value_head: nn.Linear(E, 1) or None."""
+
+    def __init__(self, adapter: Adapter, value_head: nn.Module | None) -> None:
+        super().__init__()
+        self.model = adapter.model
+        self.value_head = value_head
+        self.adapter = adapter
+
+    def forward(self, step: MicroStep, program: Program) -> Tensor:
+        """[] the program's weighted sum on this rank's tokens."""
+        hidden_TE = self.adapter.hidden(step.shard, step.media, step.context)
+        value_T = None if self.value_head is None else self.value_head(hidden_TE)[:, 0]
+        return program.compute(hidden_TE, Head(*self.adapter.head()), value_T, step)
+
+
+def public_name(name: str) -> str:
+    """Parameter name as users see it: the Hugging Face name, or value_head.*"""
+    return name.removeprefix(MODEL_PREFIX)
+
+
+def shard_policy(policy: Policy, mesh: DeviceMesh, *, compute: torch.dtype, master: torch.dtype) -> None:
+    """Cut every unit of the model and then the rest over the mesh, with sums as the only reduction."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if compute == master else compute,
+        reduce_dtype=None if compute == master else master,
+        cast_forward_inputs=False,
+    )
+    for unit in policy.adapter.units():
+        fully_shard(unit, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

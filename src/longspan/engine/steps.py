@@ -1,0 +1,68 @@
+"""From a plan to this rank's micro-steps: pack the row, cut it, decode the media, prepare the mixers.
+
+Lazily, one micro-step at a time, so that host memory holds one. Every rank builds the same number and enters every group in
+plan order, also groups of other rows (law 2).
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from longspan.data import Plan, Row, Stream, pack
+from longspan.engine.backend import MicroStep
+from longspan.engine.batch import Batch
+from longspan.engine.checkpoint import agree
+from longspan.engine.config import EngineConfig
+from longspan.layout import Mesh, SeqInfo, shard
+from longspan.mixers import make_mixer
+from longspan.mixers.kernels.choose import choose_kernel
+from longspan.models.adapter import Adapter, Context
+from longspan.models.vision import MediaShard, media_shard, offset_media_rows, plan_media
+
+__all__ = ["StepBuilder"]
+
+
+class StepBuilder:
+    """Builds micro-steps for one engine."""
+
+    def __init__(self, config: EngineConfig, adapter: Adapter, mesh: Mesh, dtype: torch.dtype) -> None:
+        self.config = config
+        self.adapter = adapter
+        self.mesh = mesh
+        self.kernel = choose_kernel(mesh.device, dtype, adapter.head_dim, config.kernel)
+
+    def steps(self, batch: Batch, plan: Plan, *, trains: bool) -> Iterator[MicroStep]:
+        """This rank's micro-steps in order. Raises on every rank if one rank cannot read an image."""
+        for number, rows in enumerate(plan.micro_steps):
+            groups = {row: self.mesh.group(row.start, row.size) for row in rows}
+            row = plan.row(number, self.mesh.data_rank)
+            any_media = any(batch.media_tokens[sample] for other in rows for sample in other.samples)
+            stream = self._pack(batch, row)
+            piece = shard(stream, groups[row], self.mesh.device)
+            media = self._media(batch, row, stream, piece.info) if any_media else None
+            yield MicroStep(
+                piece,
+                media,
+                self._context(piece.info, trains=trains),
+                needed=stream.fields["needed"][piece.info.index],
+                segment=piece.info.segment.to(self.mesh.device, non_blocking=True),
+            )
+
+    def _pack(self, batch: Batch, row: Row) -> Stream:
+        tensors = [batch.tensors[sample] for sample in row.samples]
+        if "media_row" in batch.declared:
+            tensors = offset_media_rows(tensors, [sum(batch.media_tokens[sample]) for sample in row.samples])
+        return pack(row, tensors, batch.declared, self.mesh.layout.index)
+
+    def _media(self, batch: Batch, row: Row, stream: Stream, info: SeqInfo) -> MediaShard:
+        samples = [batch.samples[sample] for sample in row.samples]
+        with agree(self.mesh, f"reading the media of samples {row.samples}"):
+            plan = plan_media(samples, self.adapter.reader, row.size)
+            return media_shard(
+                plan, samples=samples, reader=self.adapter.reader, stream=stream, info=info, device=self.mesh.device
+            )
+
+    def _context(self, info: SeqInfo, *, trains: bool) -> Context:
+        mixer = make_mixer(self.mesh.layout, info.size)
+        keep_attention = trains and self.config.recompute == "selective"
+        return Context(info, mixer, mixer.prepare(info, self.mesh.device), self.kernel, {} if keep_attention else None)
