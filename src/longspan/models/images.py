@@ -99,20 +99,18 @@ class MediaReader:
 
     def _patchify(self, frames: np.ndarray) -> np.ndarray:
         """[F, 3, H, W] uint8 -> [t*h*w, C]; the axis order of Qwen3VLVideoProcessor.patchify."""
-        processor = self.processor
-        scaled = (
-            processor.normalize(
-                processor.rescale(frames, processor.rescale_factor), processor.image_mean, processor.image_std
-            )
-            if processor.do_normalize
-            else processor.rescale(frames, processor.rescale_factor)
-        )
+        scaled = np.stack([self._normalise(frame) for frame in frames])
         missing = -len(scaled) % self.temporal
         scaled = np.concatenate([scaled, np.repeat(scaled[-1:], missing, axis=0)])
         t, h, w = len(scaled) // self.temporal, scaled.shape[2] // self.factor, scaled.shape[3] // self.factor
         cut = scaled.reshape(t, self.temporal, 3, h, self.merge, self.patch, w, self.merge, self.patch)
         cut = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)  # t, h, w, mh, mw, channel, frame, ph, pw
         return np.ascontiguousarray(cut.reshape(-1, self.patch_width), dtype=np.float32)
+
+    def _normalise(self, frame: np.ndarray) -> np.ndarray:
+        """[3, H, W] uint8 -> fp32, as the processor does with an image."""
+        scaled = self.processor.rescale(frame, self.processor.rescale_factor)
+        return self.processor.normalize(scaled, self.processor.image_mean, self.processor.image_std)
 
 
 def media_reader(vision: PretrainedConfig, folder: str | None) -> MediaReader:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longspan.data.pack import Stream
 from longspan.data.sample import Sample
+from longspan.layout.comm import all_gather, reduce_scatter
 from longspan.layout.mesh import CPGroup
 from longspan.layout.seqinfo import SeqInfo
 from longspan.models.images import Grid, MediaReader
@@ -162,9 +162,7 @@ class _PlaceRows(torch.autograd.Function):
             return features[media.rows]
         sent = features.new_zeros(media.padded, features.shape[1])
         sent[: features.shape[0]] = features
-        table = features.new_empty(group.size * media.padded, features.shape[1])
-        dist.all_gather_into_tensor(table, sent, group=group.group)  # [padded, F] -> [size * padded, F]
-        return table[media.rows]
+        return all_gather(sent, group)[media.rows]  # [padded, F] -> [size * padded, F] -> [K, F]
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
@@ -174,8 +172,5 @@ class _PlaceRows(torch.autograd.Function):
         table = torch.zeros(group.size * media.padded, grad.shape[1], dtype=wide, device=grad.device)
         # index_put_, not index_add_: its CUDA kernel sorts, so the sum over shared images is reproducible
         table.index_put_((media.rows,), grad.to(wide), accumulate=True)
-        if group.size > 1:
-            mine = table.new_empty(media.padded, grad.shape[1])
-            dist.reduce_scatter_tensor(mine, table, group=group.group)  # [size * padded, F] -> [padded, F], summed
-            table = mine
+        table = reduce_scatter(table, group)  # [size * padded, F] -> [padded, F], summed
         return table[: ctx.num].to(grad.dtype), None
