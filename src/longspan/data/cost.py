@@ -1,13 +1,178 @@
-"""Time of a sample at a CP size."""
+"""Cost model: seconds that each rank of a CP group spends on one sample, forward and backward.
+
+For a sample of L tokens on c ranks:  time = linear(c) * L + quadratic(c) * L^2  (windowed layers: linear beyond the
+window).
+
+    dense        2 flops a weight and token forward, twice that backward, once more where the layer is recomputed
+    attention    2 L^2 H D forward (causal), 2.5 times that backward; never twice unless recompute is "full"; a document
+                 of L tokens reaches attention_flops * L / (L + half), which makes its time a polynomial of degree 2
+    linear       Gated DeltaNet, proportional to L; the state form scales badly with c (GPU.md), the heads form well
+    head         8 flops a weight and trained token (logits twice, two gradients)
+    vision       the tower on the visual tokens, shared out over the c ranks
+    experts      the routed experts' exchange over `ep` ranks
+    exchange     the mixer's collectives; the slow links count once c passes a node
+
+and once a micro-step `step_s`: launches and what FSDP's traffic does not hide. Sums over samples give a row's time,
+which leaves out that a row of many short samples fills the GPU better than one of them alone. Only +, * and / of the
+same floats on every rank: plans agree bit for bit. Constants: data/machine.py, checked against the whole-step figures
+of H200.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from longspan.data.machine import Machine
+from longspan.data.plan import IndexKind
+from longspan.data.shape import ModelShape
+from longspan.errors import UserError
 
+MixerName = Literal["ulysses", "ring", "gather", "hybrid"]
+Recompute = Literal["none", "selective", "full"]
+PARTS = ("dense", "attention", "linear", "head", "vision", "experts", "exchange")
+FORWARDS = {"none": 3.0, "selective": 4.0, "full": 4.0}  # a backward counts as two forwards
+ATTENTION_BACKWARD = 2.5  # of its forward
+
+
+@dataclass(frozen=True, slots=True)
 class CostModel:
-    step_s = 0.0
+    """Callable as cost(length, size) in seconds."""
+
+    shape: ModelShape
+    machine: Machine
+    num_ranks: int = 1  # parameters are sharded over all of them
+    mixer: MixerName = "ulysses"
+    index: IndexKind = "contiguous"
+    linear: Literal["state", "heads"] = "state"
+    ulysses: int | None = None  # the ulysses part of hybrid
+    recompute: Recompute = "selective"
+    trained_share: float = 1.0  # tokens with mask 1, of all
+    visual_share: float = 0.0  # visual tokens, of all
+    image_tokens: int = 256  # visual tokens of one image: the tower attends within it
+    ep: int = 1
+    bytes_per_value: int = 2
+    scale: float = 1.0  # measured over predicted, from the run before
+
+    def __post_init__(self) -> None:
+        if self.recompute not in FORWARDS:
+            raise UserError(f"recompute={self.recompute!r} is unknown. Use one of {tuple(FORWARDS)}.")
+        if self.mixer not in ("ulysses", "ring", "gather", "hybrid"):
+            raise UserError(f"mixer={self.mixer!r} has no cost. Use 'ulysses', 'ring', 'gather' or 'hybrid'.")
+        for name, share in (("trained_share", self.trained_share), ("visual_share", self.visual_share)):
+            if not 0 <= share <= 1:
+                raise UserError(f"{name}={share} is not in 0..1.")
 
     def __call__(self, length: int, size: int) -> float:
-        raise NotImplementedError
+        return float(self.times(np.asarray([length], dtype=np.float64), size)[0])
 
     def times(self, lengths: np.ndarray, size: int) -> np.ndarray:
-        raise NotImplementedError
+        """Seconds of each sample on each of `size` ranks; lengths [n] f64."""
+        parts = self.parts(lengths, size)
+        total = np.zeros_like(lengths)
+        for name in PARTS:
+            total = total + parts[name]
+        return total * self.scale
+
+    def parts(self, lengths: np.ndarray, size: int) -> dict[str, np.ndarray]:
+        """`times` by cause, unscaled, for tables; lengths [n] f64."""
+        shape, machine = self.shape, self.machine
+        share = lengths / size  # tokens of a rank
+        forwards = FORWARDS[self.recompute]
+        return {
+            "dense": share * (2.0 * shape.active_weights * forwards / machine.matmul_flops),
+            "attention": self._attention(lengths, size),
+            "linear": share * self._linear_token_s(size),
+            "head": share * (8.0 * shape.hidden * shape.vocab * self.trained_share / machine.head_flops),
+            "vision": share * self._vision_token_s(),
+            "experts": share * self._expert_token_s(),
+            "exchange": share * (self._exchange_bytes(size) / self._bytes_s(size)),
+        }
+
+    @property
+    def step_s(self) -> float:
+        """Fixed time of a micro-step."""
+        machine, shape = self.machine, self.shape
+        gathers = 2.0 if self.num_ranks > 1 else 0.0
+        inside = self.num_ranks <= machine.node_ranks
+        rate = machine.gather_bytes_s if inside else machine.node_exchange_bytes_s
+        # bf16 weights gathered for forward and backward, fp32 gradients scattered once
+        traffic = shape.weights * (gathers * self.bytes_per_value + (4.0 if gathers else 0.0)) / rate
+        return (machine.launch_s * shape.layers + traffic * (1.0 - machine.gather_overlap)) * self.scale
+
+    def _attention(self, lengths: np.ndarray, size: int) -> np.ndarray:
+        shape, machine = self.shape, self.machine
+        passes = ATTENTION_BACKWARD + (2.0 if self.recompute == "full" else 1.0)
+        width = 2.0 * shape.heads * shape.head_dim * passes / machine.attention_flops
+        half = machine.attention_half_length
+        full = shape.attention_layers - shape.windowed_layers
+        skew = (2.0 * size - 1.0) / size if self.index == "contiguous" and self.mixer in ("ring", "gather") else 1.0
+        time = full * width / size * skew * lengths * (lengths + half)
+        if shape.window is not None:
+            reach = np.minimum(
+                lengths, 2.0 * shape.window
+            )  # a window w costs as much as a document of 2w, for each token
+            time = time + shape.windowed_layers * width / size * lengths * (reach + half)
+        return time
+
+    def _linear_token_s(self, size: int) -> float:
+        if not self.shape.linear_layers:
+            return 0.0
+        efficiency = 1.0
+        if size > 1 and self.linear == "state":
+            efficiency = min(1.0, 2.0 * self.machine.linear_state_share / size + 0.1)
+        heads = self.shape.linear_value_heads * self.shape.linear_head_dim / 128
+        again = FORWARDS[self.recompute] / 3.0
+        return self.shape.linear_layers * heads * self.machine.linear_token_s * again / efficiency
+
+    def _vision_token_s(self) -> float:
+        vision = self.shape.vision
+        if vision is None or not self.visual_share:
+            return 0.0
+        patches = vision.merge
+        attention = 4.0 * self.image_tokens * vision.merge * vision.hidden * vision.layers
+        flops = patches * (2.0 * self.shape.vision_weights + attention) * FORWARDS[self.recompute]
+        return self.visual_share * flops / self.machine.vision_flops
+
+    def _expert_token_s(self) -> float:
+        if not self.shape.experts or self.ep == 1:
+            return 0.0
+        sent = self.shape.moe_layers * self.shape.experts_per_token * self.shape.hidden * self.bytes_per_value
+        # there and back, forward, backward and recomputed forward
+        times = 2.0 * FORWARDS[self.recompute] / 1.5
+        return times * sent * (self.ep - 1) / self.ep / self._bytes_s(self.ep)
+
+    def _exchange_bytes(self, size: int) -> float:
+        """Bytes that a rank sends for each of its own tokens, forward and backward, all softmax layers."""
+        if size == 1:
+            return 0.0
+        shape = self.shape
+        token = shape.head_dim * self.bytes_per_value * shape.attention_layers
+        ulysses = {"ulysses": size, "hybrid": self.ulysses or size, "ring": 1, "gather": 1}[self.mixer]
+        rest = size // ulysses
+        heads = 2.0 * shape.heads + 2.0 * max(shape.kv_heads, ulysses)  # q and out, k and v (replicated when few)
+        exchanged = heads * (ulysses - 1) / ulysses
+        passed = 2.0 * max(shape.kv_heads / ulysses, 1.0) * ulysses * (rest - 1)
+        return (
+            2.0 * token * exchanged + 3.0 * token * passed
+        )  # k and v go round again in the backward, with their gradients
+
+    def _bytes_s(self, size: int) -> float:
+        machine = self.machine
+        return machine.exchange_bytes_s if size <= machine.node_ranks else machine.node_exchange_bytes_s
+
+
+@dataclass(frozen=True, slots=True)
+class RowCost:
+    """A row's predicted seconds by part."""
+
+    parts: dict[str, float]
+    total_s: float
+
+
+def row_cost(cost: CostModel, lengths: Sequence[int], size: int) -> RowCost:
+    """What a row of these samples costs, and why."""
+    parts = cost.parts(np.asarray(lengths, dtype=np.float64), size)
+    sums = {name: float(values.sum()) * cost.scale for name, values in parts.items()}
+    return RowCost(sums, sum(sums.values()))

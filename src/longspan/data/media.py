@@ -54,10 +54,10 @@ class Image:
         if isinstance(self.source, np.ndarray | Tensor):
             return PIL.Image.fromarray(_pixels("Image", self.source))
         if isinstance(self.source, PIL.Image.Image):
-            return PIL.ImageOps.exif_transpose(self.source).convert("RGB")
+            return _upright(self.source)
         with _open(Path(self.source)) as image:
             try:
-                return PIL.ImageOps.exif_transpose(image).convert("RGB")
+                return _upright(image)
             except (OSError, SyntaxError) as error:
                 raise UserError(
                     f"image file {self.source} cannot be decoded: {error}. Replace the file or drop the sample."
@@ -146,7 +146,16 @@ def _open(path: Path) -> PIL.Image.Image:
 
 def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
     width, height = image.size
-    return (width, height) if image.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8) else (height, width)
+    return (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
+
+
+def _upright(image: PIL.Image.Image) -> PIL.Image.Image:
+    return (image if _orientation(image) == 1 else PIL.ImageOps.exif_transpose(image)).convert("RGB")
+
+
+def _orientation(image: PIL.Image.Image) -> int:
+    # A PNG keeps its EXIF behind the pixels: reading it would decode them, and cameras do not write PNG.
+    return 1 if image.format == "PNG" else image.getexif().get(EXIF_ORIENTATION, 1)
 
 
 def _frame_files(folder: Path) -> list[Path]:
