@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 __all__ = ["ChunkPlan", "affine_maps", "chunk_plan", "chunked", "intra_chunk", "scan", "state_dtype"]
 
@@ -116,25 +117,24 @@ def scan(intra: IntraChunk, plan: ChunkPlan, initial: Tensor) -> tuple[Tensor, T
     return out[plan.slots], final[back]
 
 
-def affine_maps(intra: IntraChunk, plan: ChunkPlan) -> tuple[Tensor, Tensor]:
-    """A [n, H, D_k, D_k] and B [n, H, D_k, D_v] of every piece: its final state is A S + B."""
+def affine_maps(intra: IntraChunk, plan: ChunkPlan, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A [m, H, D_k, D_k] and B [m, H, D_k, D_v] of the named pieces (ascending): a final state is A S + B."""
     key_dim, value_dim = intra.w.shape[3], intra.u.shape[3]
-    heads = intra.u.shape[1]
-    wide = torch.cat([intra.u, torch.zeros_like(intra.w)], 3)
     zero = intra.u.new_zeros(key_dim, value_dim)
     start = torch.cat([zero, torch.eye(key_dim, dtype=zero.dtype, device=zero.device)], 1)
-    state = start.expand(len(plan.order), heads, key_dim, value_dim + key_dim)
+    chosen = sorted((plan.order.index(piece), number) for number, piece in enumerate(pieces))  # longest first
+    state = start.expand(len(chosen), intra.u.shape[1], key_dim, value_dim + key_dim)
     finals, first = [], 0
     for count in plan.counts:
-        chunks = slice(first, first + count)
-        finals.append(state[count:])
-        state = state[:count]
-        residual = wide[chunks] - intra.w[chunks] @ state
-        state = intra.decay[chunks] * state + intra.writes[chunks].transpose(2, 3) @ residual
+        rows = [first + place for place, _ in chosen if place < count]
+        finals.append(state[len(rows) :])
+        state = state[: len(rows)]
+        wide = functional.pad(intra.u[rows], (0, key_dim))  # the map's own values are zero
+        residual = wide - intra.w[rows] @ state
+        state = intra.decay[rows] * state + intra.writes[rows].transpose(2, 3) @ residual
         first += count
     finals.append(state)
-    back = sorted(range(len(plan.order)), key=lambda i: plan.order[i])
-    both = torch.cat(finals[::-1])[back]
+    both = torch.cat(finals[::-1])[sorted(range(len(chosen)), key=lambda i: chosen[i][1])]
     return both[..., value_dim:], both[..., :value_dim]
 
 

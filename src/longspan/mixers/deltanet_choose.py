@@ -1,0 +1,38 @@
+"""Which delta kernel runs: fla on CUDA in bf16 and f16 where fla-core is installed, else plain torch (any device, f64 and f32 too)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from longspan.mixers.deltanet_pieces import Pieces
+from longspan.mixers.deltanet_state import DeltaKernel
+from longspan.mixers.deltanet_torch import TorchDeltaKernel
+
+__all__ = ["DeltaChoice", "choose_delta_kernel"]
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaChoice:
+    """A kernel and how it likes its rows cut."""
+
+    name: str
+    make: Callable[[Pieces, torch.device], DeltaKernel]
+    longest: int | None  # tokens of a piece in rows whose documents span ranks; None: runs stay whole
+
+
+def choose_delta_kernel(device: torch.device, dtype: torch.dtype) -> DeltaChoice:
+    """By device, dtype and what is installed."""
+    if device.type == "cuda" and dtype in HALF and find_spec("fla") is not None:
+        # 8192 tokens: 128 chunks a scan; a 32k run becomes 4 scans of 64 blocks, which fill an H200's 132 SMs
+        return DeltaChoice("fla", _make_fla, 8192)
+    return DeltaChoice("torch", TorchDeltaKernel, None)
+
+
+def _make_fla(pieces: Pieces, device: torch.device) -> DeltaKernel:
+    from longspan.mixers.deltanet_fla import FlaDeltaKernel  # optional package; importing it compiles nothing yet
+
+    return FlaDeltaKernel(pieces, device)

@@ -1,0 +1,242 @@
+"""Gated DeltaNet with its tokens cut over ranks: states are passed, tokens stay.
+
+A piece's final state is affine in its initial one, S' = A S + B, so every rank first makes the (A, B) of what it hands to the right
+(no outputs: the chunks' solve and a scan), one all-gather shares them [size, H, D_k, D_k + D_v], and each rank folds the ones to its
+left into its own initial state. Outputs are then computed once, with the right initial states. The gradient runs the other way by
+the same rule: with D = dS of a piece whose final state has no gradient, dS = A^T dS' + D; again one all-gather, of (A, D), then all
+gradients once. A rank that holds the start of a document resets the chain, so its A is never used.
+Exact: autograd never sees A, which only lets ranks work at once. Nothing crosses a document; rows without a document that spans
+ranks do not communicate. Extra work over one device: one scan each way. Cost of the exchange at 32 heads of 128: 4 MiB a rank, which
+a prefetch could hide behind the convolution of the next layer; it is not overlapped here.
+Source: the affine form is that of Yang et al. 2024 (DeltaNet, sequence parallelism) and fla.ops.cp; the kernels are behind `DeltaKernel`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longspan.layout import comm
+from longspan.layout.mesh import CPGroup
+from longspan.mixers.deltanet_pieces import Pieces
+
+__all__ = ["DeltaBackward", "DeltaForward", "DeltaKernel", "delta_rule"]
+
+
+class DeltaForward(Protocol):
+    """One forward pass over a rank's pieces, in two steps with the exchange between them."""
+
+    def maps(self, pieces: Sequence[int], *, transition: bool) -> tuple[Tensor | None, Tensor]:
+        """A [m, H, D_k, D_k] (None without `transition`) and B [m, H, D_k, D_v] of the named pieces."""
+        ...
+
+    def outputs(self, initial: Tensor | None) -> Tensor:
+        """initial [n, H, D_k, D_v], None: zeros -> [T, H, D_v]."""
+        ...
+
+
+class DeltaBackward(Protocol):
+    """One backward pass, likewise."""
+
+    def state_gradients(self, pieces: Sequence[int]) -> Tensor:
+        """[m, H, D_k, D_v]: gradient of the named pieces' initial states if no final state had one."""
+        ...
+
+    def gradients(self, final: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """final [n, H, D_k, D_v], the gradient of the final states, None: zeros -> dq, dk, dv, dg, dbeta."""
+        ...
+
+
+class DeltaKernel(Protocol):
+    """Convolution and gated delta rule of one rank's pieces on one device; made once per micro-step.
+
+    inputs: q, k [T, H_k, D_k] unit vectors; v [T, H, D_v]; g, beta [T, H].
+    """
+
+    def unit(self, x: Tensor) -> Tensor:
+        """x [T, H, D] / sqrt(|x|^2 + 1e-6), in the dtype that `forward` wants for q and k; differentiable."""
+        ...
+
+    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [K - 1 + T, C], the tokens to the left first, weight [C, K] -> silu of the causal convolution [T, C]; differentiable."""
+        ...
+
+    def forward(self, inputs: Sequence[Tensor]) -> DeltaForward: ...
+
+    def backward(self, gradient: Tensor, inputs: Sequence[Tensor], initial: Tensor | None) -> DeltaBackward: ...
+
+
+def delta_rule(
+    inputs: Sequence[Tensor],  # q, k, v, g, beta of this rank's tokens
+    *,
+    pieces: Pieces,
+    group: CPGroup,
+    kernel: DeltaKernel,
+) -> Tensor:
+    """[T_local, H, D_v], differentiable in every input. Collective when `pieces.exchanged`."""
+    return _StatePassing.apply(pieces, group, kernel, *inputs)
+
+
+class _StatePassing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pieces: Pieces, group: CPGroup, kernel: DeltaKernel, *inputs: Tensor) -> Tensor:
+        work = kernel.forward(inputs)
+        states, transitions = _incoming(work, pieces, group, inputs)
+        out = work.outputs(_spread(states, pieces.targets, pieces.num))
+        ctx.pieces, ctx.group, ctx.kernel = pieces, group, kernel
+        ctx.has_states, ctx.has_transitions = states is not None, transitions is not None
+        kept = [x for x in (states, transitions) if x is not None]
+        ctx.save_for_backward(*inputs, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        pieces, group = ctx.pieces, ctx.group
+        inputs, kept = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
+        states = kept.pop(0) if ctx.has_states else None
+        transitions = kept.pop(0) if ctx.has_transitions else None
+        work = ctx.kernel.backward(gradient, inputs, _spread(states, pieces.targets, pieces.num))
+        final = _returning(work, pieces, group, transitions, inputs)
+        return None, None, None, *work.gradients(_spread(final, pieces.sources, pieces.num))
+
+
+def _incoming(
+    work: DeltaForward, pieces: Pieces, group: CPGroup, inputs: Sequence[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Initial states of `pieces.targets` and the A of `pieces.sources`."""
+    sources, targets = pieces.sources, pieces.targets
+    a, b = None, None
+    if sources:
+        a, b = work.maps(sources, transition=any(pieces.carried[i] for i in sources))
+    entering = _exchange_forward(a, b, pieces, group, inputs) if pieces.exchanged else None
+    if not targets:
+        return None, a
+    state, states = entering, []
+    for piece in range(pieces.num):
+        if pieces.carried[piece]:
+            assert state is not None
+            states.append(state)
+        if pieces.carried[piece + 1] and piece + 1 < pieces.num:
+            state = _step(sources.index(piece), a, b, state if pieces.carried[piece] else None)
+    return torch.stack(states), a
+
+
+def _returning(
+    work: DeltaBackward, pieces: Pieces, group: CPGroup, a: Tensor | None, inputs: Sequence[Tensor]
+) -> Tensor | None:
+    """Gradients of the final states of `pieces.sources`."""
+    sources, targets = pieces.sources, pieces.targets
+    d = work.state_gradients(targets) if targets else None
+    gradient = _exchange_backward(a, d, pieces, group, inputs) if pieces.exchanged else None
+    if not sources:
+        return None
+    finals = []
+    for piece in reversed(range(pieces.num)):
+        if pieces.carried[piece + 1]:
+            assert gradient is not None
+            finals.append(gradient)
+        if pieces.carried[piece]:
+            later = gradient if pieces.carried[piece + 1] else None
+            gradient = _step_back(a, d, later, source=piece, pieces=pieces)
+    return torch.stack(finals[::-1])
+
+
+def _exchange_forward(
+    a: Tensor | None, b: Tensor | None, pieces: Pieces, group: CPGroup, inputs: Sequence[Tensor]
+) -> Tensor | None:
+    """The state that enters this rank. Every rank sends the map of its whole run: [H, D_k, D_k + D_v]."""
+    rank = pieces.rank
+    sent = _empty_map(inputs)
+    key_dim = sent.shape[1]
+    if pieces.crossed[rank + 1]:
+        first = max(
+            i for i in range(pieces.num) if i == 0 or not pieces.carried[i]
+        )  # where the leaving document begins
+        state, chain = None, None
+        for piece in range(first, pieces.num):
+            at = pieces.sources.index(piece)
+            state = _step(at, a, b, state)
+            if pieces.through[rank]:
+                chain = a[at] if chain is None else a[at] @ chain
+        sent[..., key_dim:] = state
+        if chain is not None:
+            sent[..., :key_dim] = chain
+    maps = comm.all_gather(sent[None], group)  # [H, D_k, D_k + D_v] -> [size, H, D_k, D_k + D_v]
+    if not pieces.crossed[rank]:
+        return None
+    start = rank - 1
+    while pieces.through[start]:
+        start -= 1
+    state = maps[start, ..., key_dim:]
+    for other in range(start + 1, rank):
+        state = maps[other, ..., :key_dim] @ state + maps[other, ..., key_dim:]
+    return state
+
+
+def _exchange_backward(
+    a: Tensor | None, d: Tensor | None, pieces: Pieces, group: CPGroup, inputs: Sequence[Tensor]
+) -> Tensor | None:
+    """The gradient of the state that leaves this rank. Sent: the A of the rank's whole run and the D of the state that enters."""
+    rank = pieces.rank
+    sent = _empty_map(inputs)
+    key_dim = sent.shape[1]
+    if pieces.crossed[rank]:
+        last = next(i for i in range(1, pieces.num + 1) if i == pieces.num or not pieces.carried[i]) - 1
+        gradient, chain = None, None
+        for piece in reversed(range(last + 1)):
+            gradient = _step_back(a, d, gradient, source=piece, pieces=pieces)
+            if pieces.through[rank]:
+                at = pieces.sources.index(piece)
+                chain = a[at] if chain is None else chain @ a[at]
+        sent[..., key_dim:] = gradient
+        if chain is not None:
+            sent[..., :key_dim] = chain
+    maps = comm.all_gather(sent[None], group)  # [H, D_k, D_k + D_v] -> [size, H, D_k, D_k + D_v]
+    if not pieces.crossed[rank + 1]:
+        return None
+    stop = rank + 1
+    while pieces.through[stop]:
+        stop += 1
+    gradient = maps[stop, ..., key_dim:]
+    for other in reversed(range(rank + 1, stop)):
+        gradient = maps[other, ..., :key_dim].transpose(-1, -2) @ gradient + maps[other, ..., key_dim:]
+    return gradient
+
+
+def _step(at: int, a: Tensor | None, b: Tensor | None, state: Tensor | None) -> Tensor:
+    """State after source number `at`; state None: it starts from zero."""
+    assert b is not None
+    if state is None:
+        return b[at]
+    assert a is not None
+    return a[at] @ state + b[at]
+
+
+def _step_back(a: Tensor | None, d: Tensor | None, gradient: Tensor | None, *, source: int, pieces: Pieces) -> Tensor:
+    """Gradient of the state before piece `source`; gradient None: none arrives at the state after it."""
+    assert d is not None
+    own = d[pieces.targets.index(source)]
+    if gradient is None:
+        return own
+    assert a is not None
+    return a[pieces.sources.index(source)].transpose(-1, -2) @ gradient + own
+
+
+def _empty_map(inputs: Sequence[Tensor]) -> Tensor:
+    """[H, D_k, D_k + D_v] zeros in the dtype of states: f32, in f64 f64."""
+    _, k, v, *_ = inputs
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    return v.new_zeros(v.shape[1], k.shape[2], k.shape[2] + v.shape[2], dtype=dtype)
+
+
+def _spread(states: Tensor | None, pieces: Sequence[int], num: int) -> Tensor | None:
+    """States of some pieces -> [num, ...] with zeros elsewhere; only the few that exist are kept between the passes."""
+    if states is None:
+        return None
+    if len(pieces) == num:
+        return states
+    whole = states.new_zeros(num, *states.shape[1:])
+    for place, piece in enumerate(pieces):
+        whole[piece] = states[place]
+    return whole
