@@ -1,16 +1,19 @@
-"""Objectives: per-token weights, the fused LM head, losses, per-sample reductions and metrics. Read evaluate.py first."""
+"""Objectives: token weights, the fused LM head, losses, per-sample reductions, metrics. Read evaluate.py first."""
 
-from longspan.objective.evaluate import evaluate, record, token_losses, weighted_sum
+from longspan.objective.evaluate import chunk_loss, evaluate, evaluate_one_pass, record, token_losses, weighted_sum
+from longspan.objective.head_loss import HeadLoss, head_loss
 from longspan.objective.logprob import HeadOut, head_outputs
 from longspan.objective.losses import LOSSES
 from longspan.objective.objective import MODEL_TERMS, Objective, Term
 from longspan.objective.segments import Segments
 from longspan.objective.stats import Stats
+from longspan.objective.teacher import TeacherHead, head_kl
 from longspan.objective.tokens import Fields, TokenOut
 from longspan.objective.weights import NORMALISE, term_masks, token_weights
 
 __all__ = [
     "Fields",
+    "HeadLoss",
     "HeadOut",
     "LOSSES",
     "MODEL_TERMS",
@@ -18,9 +21,14 @@ __all__ = [
     "Objective",
     "Segments",
     "Stats",
+    "TeacherHead",
     "Term",
     "TokenOut",
+    "chunk_loss",
     "evaluate",
+    "evaluate_one_pass",
+    "head_kl",
+    "head_loss",
     "head_outputs",
     "record",
     "term_masks",

@@ -1,7 +1,8 @@
 """The head's plumbing: which rows, how many at a time, and the three matmuls in the right precision.
 
-`HeadInputs` checks shapes once and holds what the rows are asked for; `HeadMatmul` forms a chunk of logits [C, V] and, in
-backward, adds that chunk's part to dhidden [T, E], dW [V, E], db [V]. Used by logprob.py, head_loss.py and teacher.py.
+`HeadInputs` checks shapes once and holds what the rows are asked for; `HeadMatmul` forms a chunk of logits [C, V] and,
+in backward, adds that chunk's part to dhidden [T, E], dW [V, E], db [V]. Used by logprob.py, head_loss.py and
+teacher.py.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from longspan.objective.head_rows import Rows
 
 __all__ = ["GradientSink", "HeadInputs", "HeadMatmul", "chunk_rows", "kernels_for", "plan_chunks"]
 
-# Bytes of one chunk of logits. CPU: 512 rows at V = 32k in fp32. CUDA: 2,048 rows at V = 152k, where the matmuls are at speed.
+# Bytes of one chunk of logits. CPU: 512 rows at V = 32k in fp32. CUDA: 2,048 rows at V = 152k, where the matmuls are
+# at speed.
 BUDGET_BYTES = {"cpu": 64 * 2**20, "cuda": 1200 * 2**20}
 
 
@@ -35,7 +37,7 @@ def plan_chunks(rows: int, size: int) -> list[slice]:
 
 
 def kernels_for(x: Tensor) -> ModuleType:
-    """Row kernels for x's device: row_stats and logits_gradient_."""
+    """Row kernels for x's device: row_stats and logits_gradient."""
     if x.device.type == "cuda" and x.dtype != torch.float64:
         from longspan.objective import logprob_triton  # triton comes with torch's CUDA builds only
 
@@ -49,7 +51,7 @@ def logits_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadInputs:
-    """Which tokens are computed, and what each is asked for. Everything but `index` is [T, ...], as the caller gave it."""
+    """Which tokens are computed, and what each is asked for. All but `index` is [T, ...], as given."""
 
     length: int  # T
     rows: int  # N, needed tokens
@@ -73,8 +75,9 @@ class HeadInputs:
         softcap: float | None,
         teacher_ids: Tensor | None,
         chunk: int | str,
+        sides: int = 1,
     ) -> "HeadInputs":
-        """Checks what can be checked without reading the device."""
+        """Checks what can be checked without reading the device. sides: chunks of logits that share the byte budget."""
         _check_head(hidden, weight, bias, softcap)
         length = hidden.shape[0]
         for name, x in {
@@ -92,9 +95,8 @@ class HeadInputs:
         if needed is not None:
             index = needed.nonzero()[:, 0].to(hidden.device, non_blocking=True)  # on a CPU mask: no sync
         rows = length if index is None else index.shape[0]
-        size = chunk_rows(
-            rows, weight.shape[0], itemsize=logits_dtype(hidden).itemsize, device=hidden.device.type, chunk=chunk
-        )
+        itemsize = logits_dtype(hidden).itemsize * sides
+        size = chunk_rows(rows, weight.shape[0], itemsize=itemsize, device=hidden.device.type, chunk=chunk)
         return cls(length, rows, None if rows == length else index, targets, temperature, softcap, teacher_ids, size)
 
     def where(self, part: slice) -> Tensor | slice:
@@ -141,8 +143,8 @@ def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: fl
 class HeadMatmul:
     """Chunks of logits and their gradients, in fp32 (fp64 for fp64) whatever the parameters' dtype.
 
-    wide: parameters already have the logits' dtype, or stand on the CPU, where they are cast once. Else (bf16 on CUDA) mm
-    and addmm read bf16 and write fp32.
+    wide: parameters already have the logits' dtype, or stand on the CPU, where they are cast once. Else (bf16 on CUDA)
+    mm and addmm read bf16 and write fp32.
     """
 
     __slots__ = ("_bias", "_hidden", "_parameters", "_weight", "like", "wide")
@@ -171,15 +173,15 @@ class HeadMatmul:
     def gradients(self, *, hidden: bool, weight: bool, bias: bool) -> "GradientSink":
         return GradientSink(self, self._hidden, self._parameters, wants=(hidden, weight, bias))
 
-    def pull(self, d: Tensor, out: Tensor | None = None) -> Tensor:
+    def pull(self, d: Tensor, *, out: Tensor | None = None) -> Tensor:
         """d [C, V] -> its part of dhidden [C, E]."""
-        return torch.mm(d, self._weight, out=out) if out is not None else torch.mm(d, self._weight)
+        return torch.mm(d, self._weight) if out is None else torch.mm(d, self._weight, out=out)
 
 
 class GradientSink:
-    """Sums of dhidden, dW and db over chunks. What is not wanted (a frozen head) is not computed."""
+    """Sums of dhidden, dW and db over chunks. What is not wanted (a frozen head, LoRA) is not computed."""
 
-    __slots__ = ("_bias", "_hidden", "_low", "_matmul", "_parameters", "_weight")
+    __slots__ = ("_bias", "_hidden", "_matmul", "_narrow", "_parameters", "_weight")
 
     def __init__(
         self,
@@ -191,36 +193,45 @@ class GradientSink:
     ) -> None:
         weight, bias = parameters
         self._matmul, self._parameters = matmul, parameters
-        self._low: Tensor | None = None  # dlogits in the parameters' dtype, made with the first chunk
+        self._narrow: Tensor | None = None  # dlogits in the parameters' dtype, made with the first chunk
         self._hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wants[0] else None
         self._weight = torch.zeros(weight.shape, dtype=matmul.like.dtype, device=weight.device) if wants[1] else None
         self._bias = matmul.like.new_zeros(bias.shape) if wants[2] and bias is not None else None
 
-    def add(self, d: Tensor, h: Tensor, where: Tensor | slice) -> None:
-        """d [C, V] dlogits (logits dtype), h [C, E] the chunk's hidden, where: its token numbers."""
-        if self._bias is not None:
-            self._bias += d.sum(0)
+    def space(self, z: Tensor) -> Tensor:
+        """Where a chunk's dlogits go: over the logits, or beside them in bf16 where the matmuls read bf16."""
         if self._matmul.wide:
-            h = h.to(d.dtype)
-        else:
-            d = self._narrow(d, h.dtype)
+            return z
+        if self._narrow is None:
+            self._narrow = torch.empty_like(z, dtype=self._parameters[0].dtype)
+        return self._narrow[: z.shape[0]]
+
+    def add(self, d: Tensor, h: Tensor, where: Tensor | slice) -> None:
+        """d [C, V] dlogits from `space`, h [C, E] the chunk's hidden, where: its token numbers."""
+        if self._bias is not None:
+            self._bias += d.sum(0, dtype=self._bias.dtype)
         if self._hidden is not None:
-            part = self._matmul.pull(d)
-            if isinstance(where, slice):
-                self._hidden[where] = part
-            else:
-                self._hidden.index_copy_(0, where, part.to(self._hidden.dtype))
+            self._add_hidden(self._hidden, d, where)
         if self._weight is None:
             return
         if self._matmul.wide:
-            self._weight.addmm_(d.t(), h)
+            self._weight.addmm_(d.t(), h.to(d.dtype))
         else:
             torch.addmm(self._weight, d.t(), h, out_dtype=self._weight.dtype, out=self._weight)
 
-    def _narrow(self, d: Tensor, dtype: torch.dtype) -> Tensor:
-        if self._low is None:
-            self._low = torch.empty_like(d, dtype=dtype)
-        return self._low[: d.shape[0]].copy_(d)
+    def _add_hidden(self, into: Tensor, d: Tensor, where: Tensor | slice) -> None:
+        if isinstance(where, slice) and into.dtype == d.dtype:
+            self._matmul.pull(d, out=into[where])
+        elif isinstance(where, slice):
+            into[where] = self._matmul.pull(d)
+        else:
+            into.index_copy_(0, where, self._matmul.pull(d).to(into.dtype))
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiplies everything by a scalar, in place: the upstream gradient of a loss formed in the head."""
+        for total in (self._hidden, self._weight, self._bias):
+            if total is not None:
+                total.mul_(factor.to(total.dtype))
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dhidden, dW, db in their parameters' dtypes."""

@@ -1,8 +1,8 @@
 """From [T] outputs to the weighted sum that backward starts from, and its metrics: sum over terms of c * sum(w * loss).
 
 The one place where losses meet weights. Nothing divides here: weights come from token_weights, ranks add by SUM.
-Loss inputs are 0 outside a term's mask (weight 0) and results are dropped there, so masked tokens add exactly 0 to the loss
-and to every gradient, whatever stands in them, for every loss and for callables too.
+Loss inputs are 0 outside a term's mask (weight 0) and results are dropped there, so masked tokens add exactly 0 to the
+loss and to every gradient, whatever stands in them, for every loss and for callables too.
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from longspan.errors import UserError
+from longspan.objective.head_loss import ChunkLoss, HeadLoss
 from longspan.objective.objective import Objective, Term
 from longspan.objective.stats import Stats
 from longspan.objective.tokens import Fields, TokenOut
 
-__all__ = ["evaluate", "record", "token_losses", "weighted_sum"]
+__all__ = ["chunk_loss", "evaluate", "evaluate_one_pass", "record", "token_losses", "weighted_sum"]
 
 
 def token_losses(
@@ -32,7 +33,8 @@ def _term_loss(term: Term, out: TokenOut, fields: Fields, weight: Tensor) -> Ten
     if not isinstance(loss, Tensor) or loss.shape != weight.shape:
         got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(
-            f"loss {term.name!r} returned {got}; a loss maps [T] tensors to one loss a token, here {list(weight.shape)}. Return the "
+            f"loss {term.name!r} returned {got}; a loss maps [T] tensors to one loss a token, here "
+            f"{list(weight.shape)}. Return the "
             "unreduced losses: no mean(), no sum(), no mask; normalise= does the rest."
         )
     return torch.where(trained, loss, torch.zeros((), dtype=loss.dtype, device=loss.device))
@@ -89,3 +91,35 @@ def evaluate(
     losses = token_losses(objective, out, fields, weights)
     record(stats, objective, out, fields=fields, weights=weights, losses=losses)
     return weighted_sum(objective, losses, weights)
+
+
+def chunk_loss(objective: Objective, fields: Fields, weights: Mapping[str, Tensor]) -> ChunkLoss:
+    """What head_loss calls on each chunk: the terms that the head can form, weights and coefficients included."""
+    terms = [term for term in objective.token_terms if term.in_head]
+
+    def of_chunk(out: TokenOut, where: Tensor | slice) -> Tensor:
+        given = fields.take(where)
+        own = {term.name: weights[term.name][where] for term in terms}
+        parts = [term.coefficient * own[term.name] * _term_loss(term, out, given, own[term.name]) for term in terms]
+        return torch.stack(parts).sum(0)
+
+    return of_chunk
+
+
+def evaluate_one_pass(
+    objective: Objective,
+    formed: HeadLoss,
+    out: TokenOut,
+    *,
+    fields: Fields,
+    weights: Mapping[str, Tensor],
+    stats: Stats,
+) -> Tensor:
+    """Like evaluate, where head_loss formed the head's terms already: adds the others (value) and the metrics.
+
+    out: its log-probs are formed.logprob, without gradient.
+    """
+    losses = token_losses(objective, out, fields, weights)
+    record(stats, objective, out, fields=fields, weights=weights, losses=losses)
+    rest = [term for term in objective.token_terms if not term.in_head]
+    return torch.stack([formed.total, *(t.coefficient * (weights[t.name] * losses[t.name]).sum() for t in rest)]).sum()

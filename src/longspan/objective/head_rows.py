@@ -1,4 +1,4 @@
-"""Row arithmetic of the LM head on one chunk of logits [C, V], in plain torch, in place: statistics forward, dlogits backward.
+"""Row arithmetic of the LM head on one chunk of logits [C, V], in plain torch: statistics forward, dlogits backward.
 
 Works on blocks of rows so that temporaries stay at a fraction of the chunk. With z the logits after bias, soft cap and
 temperature, m their row maximum and s = sum exp(z - m):
@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["RowGrads", "RowStats", "Rows", "logits_gradient_", "row_stats", "row_stats_buffers"]
+__all__ = [
+    "RowGrads",
+    "RowStats",
+    "Rows",
+    "blocks",
+    "logits_gradient",
+    "row_stats",
+    "row_stats_buffers",
+    "tempered",
+    "untempered_",
+]
 
 BLOCK_BYTES = 2**20  # temporaries of one block of rows: a few times this
 
@@ -59,27 +69,30 @@ class RowGrads:
     topk_logprob: Tensor | None  # [C, K]
 
     def take(self, part: slice) -> "RowGrads":
-        return RowGrads(*(None if x is None else x[part] for x in (self.logprob, self.entropy, self.topk_logprob)))
+        logprob, entropy, topk = (
+            None if x is None else x[part] for x in (self.logprob, self.entropy, self.topk_logprob)
+        )
+        return RowGrads(logprob, entropy, topk)
 
 
 def row_stats_buffers(rows: int, topk: int | None, like: Tensor) -> RowStats:
     """Empty results for `rows` rows."""
-    columns = [like.new_empty(rows) for _ in range(4)]
-    return RowStats(*columns, None if topk is None else like.new_empty(rows, topk))
+    logprob, entropy, shift, log_sum = (like.new_empty(rows) for _ in range(4))
+    return RowStats(logprob, entropy, shift, log_sum, None if topk is None else like.new_empty(rows, topk))
 
 
-def _blocks(z: Tensor) -> list[slice]:
+def blocks(z: Tensor) -> list[slice]:
     step = max(1, BLOCK_BYTES // max(1, z.shape[1] * z.element_size()))
     return [slice(a, min(a + step, z.shape[0])) for a in range(0, z.shape[0], step)]
 
 
 def row_stats(z: Tensor, rows: Rows, into: RowStats) -> None:
     """Statistics of raw logits z [C, V] (bias added) into `into`. z keeps its values."""
-    for part in _blocks(z):
+    for part in blocks(z):
         _block_stats(z[part], rows.take(part), into.take(part))
 
 
-def _tempered(z: Tensor, rows: Rows) -> Tensor:
+def tempered(z: Tensor, rows: Rows) -> Tensor:
     """softcap * tanh(z / softcap) / temperature, out of place where there is something to do."""
     if rows.softcap is not None:
         z = torch.tanh(z / rows.softcap) * rows.softcap
@@ -87,7 +100,7 @@ def _tempered(z: Tensor, rows: Rows) -> Tensor:
 
 
 def _block_stats(z: Tensor, rows: Rows, into: RowStats) -> None:
-    z = _tempered(z, rows)
+    z = tempered(z, rows)
     shift = z.amax(1)
     z = z - shift[:, None]
     exp = torch.exp(z)
@@ -101,14 +114,14 @@ def _block_stats(z: Tensor, rows: Rows, into: RowStats) -> None:
         into.topk_logprob.copy_(z.gather(1, rows.topk_ids) - log_sum[:, None])
 
 
-def logits_gradient_(z: Tensor, rows: Rows, stats: RowStats, grads: RowGrads) -> None:
-    """Turns raw logits z [C, V] into the gradient with respect to them, in place."""
-    for part in _blocks(z):
-        _block_gradient_(z[part], rows.take(part), stats.take(part), grads.take(part))
+def logits_gradient(z: Tensor, rows: Rows, stats: RowStats, *, grads: RowGrads, out: Tensor) -> None:
+    """Raw logits z [C, V] -> the gradient with respect to them, into out [C, V] (z itself, or a narrower dtype)."""
+    for part in blocks(z):
+        out[part] = _block_gradient(z[part], rows.take(part), stats.take(part), grads.take(part))
 
 
-def _block_gradient_(z: Tensor, rows: Rows, stats: RowStats, grads: RowGrads) -> None:
-    log_p = (_tempered(z, rows) - stats.shift[:, None]).sub_(stats.log_sum[:, None])
+def _block_gradient(z: Tensor, rows: Rows, stats: RowStats, grads: RowGrads) -> Tensor:
+    log_p = (tempered(z, rows) - stats.shift[:, None]).sub_(stats.log_sum[:, None])
     p = torch.exp(log_p)
     pulled = torch.zeros_like(stats.logprob)  # total upstream gradient on log-probs: each pulls -p
     if grads.logprob is not None:
@@ -123,8 +136,13 @@ def _block_gradient_(z: Tensor, rows: Rows, stats: RowStats, grads: RowGrads) ->
         d.scatter_add_(1, rows.targets[:, None], grads.logprob[:, None])
     if grads.topk_logprob is not None and rows.topk_ids is not None:
         d.scatter_add_(1, rows.topk_ids, grads.topk_logprob)
+    return untempered_(d, z, rows)
+
+
+def untempered_(d: Tensor, z: Tensor, rows: Rows) -> Tensor:
+    """Gradient with respect to tempered(z) -> with respect to raw z, in place in d."""
     if rows.temperature is not None:
         d.div_(rows.temperature[:, None])
     if rows.softcap is not None:
         d.mul_(1 - torch.tanh(z / rows.softcap).square())
-    z.copy_(d)
+    return d

@@ -1,13 +1,15 @@
 """The LM head without the [T, V] matrix: log-prob of the target, entropy and top-k log-probs, chunk by chunk.
 
-hidden [T, E], weight [V, E] -> [T] results. Forward and backward hold one chunk of logits at a time; backward forms the logits
-again (4 matmuls in all; head_loss.py needs 3 where the loss is token-wise). Only tokens with needed=True are computed: the
-others get 0 and cost nothing, and their targets may be anything. Logits are logits / temperature, per token, after bias and
-soft cap (softcap * tanh(logits / softcap), Gemma). Gradients use the real upstream gradient of every token.
+hidden [T, E], weight [V, E] -> [T] results. Forward and backward hold one chunk of logits at a time; backward forms
+the logits again (4 matmuls in all; head_loss.py needs 3 where the loss is token-wise). Only tokens with needed=True
+are computed: the others get 0 and cost nothing, and their targets may be anything. Logits are logits / temperature,
+per token, after bias and soft cap (softcap * tanh(logits / softcap), Gemma). Gradients use the real upstream gradient
+of every token.
 
-Precision: fp64 in fp64; logits, statistics and dW accumulation in fp32 for fp32, bf16 and fp16 (on CUDA by mm's out_dtype; fp32
-logits cost 9 % and give 850 times less error than bf16 ones, GPU.md). dlogits are rounded to bf16 for their two matmuls on
-CUDA, as in a plain bf16 head. Not done here: the loss, reductions over tokens, vocabulary-parallel heads.
+Precision: fp64 in fp64; logits, statistics and dW accumulation in fp32 for fp32, bf16 and fp16 (on CUDA by mm's
+out_dtype; fp32 logits cost 9 % and give 850 times less error than bf16 ones, GPU.md). dlogits are rounded to bf16 for
+their two matmuls on CUDA, as in a plain bf16 head. Not done here: the loss, reductions over tokens,
+vocabulary-parallel heads.
 """
 
 from dataclasses import dataclass
@@ -51,12 +53,14 @@ def head_outputs(
     """hidden [T, E], weight [V, E], targets [T] -> HeadOut.
 
     needed: [T] bool (None: all). Give it on the CPU to spare CUDA a host sync. temperature: [T] above 0. bias: [V].
-    teacher_ids: [T, K] int64, below 0 where absent (log-prob 0 there). topk: the model's own k best ids and their log-probs.
+    teacher_ids: [T, K] int64, below 0 where absent (log-prob 0 there). topk: the model's own k best ids and their
+    log-probs.
     chunk: rows of logits at a time, or "auto" (chunks.py's byte budget).
     """
     if teacher_ids is not None and topk is not None:
         raise UserError(
-            f"head_outputs got teacher_ids and topk={topk}: log-probs at given ids, or at the model's own best. Give one."
+            f"head_outputs got teacher_ids and topk={topk}: log-probs at given ids, or at the model's own best. Give "
+            "one."
         )
     inputs = HeadInputs.checked(
         hidden,
@@ -110,14 +114,15 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, logprob, entropy, shift, log_sum, best = ctx.saved_tensors
         inputs: HeadInputs = ctx.inputs
         wants = ctx.needs_input_grad
         if all(grad is None for grad in upstream[:3]) or not any(wants[:3]):
             return None, None, None, None, None
         stats = RowStats(logprob, entropy, shift, log_sum, None)
-        grads = RowGrads(*(None if x is None else x.contiguous() for x in upstream[:3]))
+        g_logprob, g_entropy, g_topk = (None if x is None else x.contiguous() for x in upstream[:3])
+        grads = RowGrads(g_logprob, g_entropy, g_topk)
         matmul = HeadMatmul(hidden, weight, bias)
         sink = matmul.gradients(hidden=wants[0], weight=wants[1], bias=wants[2])
         kernels = kernels_for(hidden)
@@ -126,6 +131,7 @@ class _Head(torch.autograd.Function):
             h = inputs.take(hidden, part)
             z = matmul.logits(h, buffer)
             asked = inputs.row_inputs(part, matmul.like, topk_ids=best[part] if ctx.topk is not None else None)
-            kernels.logits_gradient_(z, asked, stats.take(part), grads.take(part))
-            sink.add(z, h, inputs.where(part))
+            d = sink.space(z)
+            kernels.logits_gradient(z, asked, stats.take(part), grads=grads.take(part), out=d)
+            sink.add(d, h, inputs.where(part))
         return (*sink.finish(), None, None)

@@ -1,12 +1,14 @@
 """The losses. Each maps [T] tensors to a [T] tensor (law 7) and knows no rank, packing, micro-step or denominator.
 
-`loss(out: TokenOut, fields: Fields, options) -> [T]`; lower is better. Masks are not seen here: objective/evaluate.py gives
-every loss inputs that are 0 outside its mask and multiplies the result by the term's weights, so a penalty that is not zero
-at advantage 0 (dro) stays out of masked tokens.
+`loss(out: TokenOut, fields: Fields, options) -> [T]`; lower is better. Masks are not seen here: objective/evaluate.py
+gives every loss inputs that are 0 outside its mask and multiplies the result by the term's weights, so a penalty that
+is not zero at advantage 0 (dro) stays out of masked tokens.
 
 Sources: cross_entropy, importance_sampling, ppo, cispo, dro follow Tinker (tinker-docs.thinkingmachines.ai/losses) with
-`logprobs` named `old_logprob`; dual clip: Ye et al. 2019 (arXiv:1912.09729) eq. 5; cispo: MiniMax-M1 (arXiv:2506.13585) eq. 4;
-gspo: Zheng et al. 2025 (arXiv:2507.18071) eq. 7, 13, 14; KL estimators: J. Schulman, "Approximating KL divergence", 2020;
+`logprobs` named `old_logprob`; dual clip: Ye et al. 2019 (arXiv:1912.09729) eq. 5; cispo: MiniMax-M1
+(arXiv:2506.13585) eq. 4;
+gspo: Zheng et al. 2025 (arXiv:2507.18071) eq. 7, 13, 14; KL estimators: J. Schulman, "Approximating KL divergence",
+2020;
 value clip: PPO2 (openai/baselines). Does not do: group advantages (rl/), routers' auxiliary losses and MTP (models/).
 """
 
@@ -54,7 +56,8 @@ def _positive(loss: str, option: str, number: float | None) -> None:
         )
 
 
-# Options ----------------------------------------------------------------------------------------------------------------------
+# Options
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class PPO:
         _positive("ppo", "clip_high", self.clip_high)
         if self.dual_clip is not None and not (math.isfinite(self.dual_clip) and self.dual_clip > 1):
             raise UserError(
-                f"loss 'ppo': dual_clip={self.dual_clip!r} must be a number above 1. Give dual_clip=3.0, or None for off."
+                f"loss 'ppo': dual_clip={self.dual_clip!r} must be a number above 1. Give dual_clip=3.0, or None for "
+                "off."
             )
 
 
@@ -139,7 +143,8 @@ class DistillTopK:
 Options = NoOptions | PPO | CISPO | GSPO | DRO | Value | DistillTopK
 
 
-# Ratio losses -----------------------------------------------------------------------------------------------------------------
+# Ratio losses
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(out: TokenOut, fields: Fields, options: NoOptions) -> Tensor:
@@ -228,8 +233,9 @@ def _sequence_log_ratio(out: TokenOut, fields: Fields) -> Tensor:
 def gspo(out: TokenOut, fields: Fields, options: GSPO) -> Tensor:
     """PPO's clip on the sequence ratio s = exp(mean(logprob - old_logprob)), in the paper's token form (eq. 13, 14).
 
-    s_t = stop(s) * p_t / stop(p_t): with one advantage a sample, value and gradient are those of the sequence form (eq. 5)
-    under any rule of token_weights; with advantages per token only this form is defined. Needs no collective in backward.
+    s_t = stop(s) * p_t / stop(p_t): with one advantage a sample, value and gradient are those of the sequence form
+    (eq. 5) under any rule of token_weights; with advantages per token only this form is defined. Needs no collective
+    in backward.
     """
     low, high = _bounds(options)
     log_ratio = _sequence_log_ratio(out, fields) + out.logprob - out.logprob.detach()
@@ -242,7 +248,8 @@ def gspo_clipped(out: TokenOut, fields: Fields, options: GSPO) -> Tensor:
     return _outside(_sequence_log_ratio(out, fields), fields["advantage"], low=low, high=high)
 
 
-# Values and teachers ----------------------------------------------------------------------------------------------------------
+# Values and teachers
+# ----------------------------------------------------------------------------------------------------------
 
 
 def value_loss(out: TokenOut, fields: Fields, options: Value) -> Tensor:
@@ -271,7 +278,8 @@ def distill_full(out: TokenOut, fields: Fields, options: NoOptions) -> Tensor:
     return out.need_teacher_kl("distill_full")
 
 
-# Terms beside the main loss ---------------------------------------------------------------------------------------------------
+# Terms beside the main loss
+# ---------------------------------------------------------------------------------------------------
 
 
 def _k1(d: Tensor) -> Tensor:
@@ -292,7 +300,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k
 def kl_loss(out: TokenOut, fields: Fields, estimator: str) -> Tensor:
     """Estimate of KL(policy || reference) at the sampled token, d = logprob - ref_logprob, differentiated as it stands.
 
-    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. The gradient of k1 has expectation 0 on-policy: it measures, it does not hold.
+    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. The gradient of k1 has expectation 0 on-policy: it measures, it does not
+    hold.
     """
     return KL_ESTIMATORS[estimator](out.logprob - fields["ref_logprob"])
 
@@ -302,7 +311,8 @@ def entropy_bonus(out: TokenOut, fields: Fields) -> Tensor:
     return -out.need_entropy("entropy")
 
 
-# The table --------------------------------------------------------------------------------------------------------------------
+# The table
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

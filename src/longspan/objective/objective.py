@@ -1,7 +1,9 @@
 """An objective: loss terms with their coefficients. `Objective("ppo", clip=0.2, kl=0.01)`, or `Objective(my_loss)`.
 
-The gradient is that of  sum over terms of coefficient * sum over tokens of weight * loss;  the weights are token_weights'.
-Terms evaluated on tokens here: the main loss (coefficient 1), kl, entropy, value. Terms evaluated inside the model, which this
+The gradient is that of  sum over terms of coefficient * sum over tokens of weight * loss;  the weights are
+token_weights'.
+Terms evaluated on tokens here: the main loss (coefficient 1), kl, entropy, value. Terms evaluated inside the model,
+which this
 file only declares: moe_aux, moe_z (per layer and sample), mtp. Unknown or unfitting options raise; none is ignored.
 """
 
@@ -20,6 +22,7 @@ from longspan.objective.losses import (
     KL_ESTIMATORS,
     LOSSES,
     TEACHER,
+    DistillTopK,
     NoOptions,
     Options,
     Value,
@@ -33,7 +36,8 @@ __all__ = ["MODEL_TERMS", "Objective", "Term", "TokenLoss"]
 
 TokenLoss = Callable[[TokenOut, Fields], Tensor]  # [T] tensors -> [T]
 MODEL_TERMS = ("moe_aux", "moe_z", "mtp")
-OUTPUTS = ("entropy", "value", "topk_logprob", "teacher_kl")
+OUTPUTS = ("entropy", "value", "topk_logprob", "teacher_kl")  # beside logprob
+HEAD_OUTPUTS = ("logprob", "entropy", "topk_logprob")
 ENGINE_FIELDS = ("temperature", "routed_experts")  # read by the engine, never by a loss
 
 
@@ -45,9 +49,19 @@ class Term:
     coefficient: float
     fn: TokenLoss | None  # None: evaluated inside the model (MODEL_TERMS)
     fields: tuple[str, ...] = ()  # sample fields that fn reads
-    uses: tuple[str, ...] = ()  # what fn reads of TokenOut beside logprob
+    uses: tuple[str, ...] = ()  # what fn reads of TokenOut, segments aside
     token_wise: bool = True  # False: fn reads other tokens through segments
     clipped: Callable[[TokenOut, Fields], Tensor] | None = None  # tokens that ratio/clip_share counts
+
+    @property
+    def reads_head(self) -> bool:
+        """fn depends on what the LM head computes."""
+        return any(use in self.uses for use in HEAD_OUTPUTS)
+
+    @property
+    def in_head(self) -> bool:
+        """head_loss can form this term chunk by chunk: it reads the head alone, and each token reads only itself."""
+        return self.reads_head and self.token_wise and all(use in HEAD_OUTPUTS for use in self.uses)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -87,10 +101,10 @@ class Objective:
         token_wise: bool | None = None,
         **options: float | None,
     ) -> None:
-        """options: those of the loss (clip, clip_high, dual_clip, beta, topk). For a callable fn(out, fields) -> [T] only:
-        name of its term; fields it reads (None: all that every sample has); uses: what it reads of `out` beside logprob,
-        of "entropy" (default), "value", "topk_logprob", "teacher_kl"; token_wise=True: it does not use segments, so the
-        one-pass head may form it chunk by chunk.
+        """options: those of the loss (clip, clip_high, dual_clip, beta, topk). For a callable fn(out, fields) -> [T]
+        only: name of its term; fields it reads (None: all that every sample has); uses: what it reads of `out` beside
+        logprob, of "entropy" (default), "value", "topk_logprob", "teacher_kl"; token_wise=True: it does not use
+        segments, so the one-pass head may form it chunk by chunk.
         """
         put = object.__setattr__  # the dataclass is frozen
         put(self, "loss", loss)
@@ -99,13 +113,14 @@ class Objective:
             put(self, "options", _named_options(loss, value_clip, options))
         elif options:
             raise UserError(
-                f"Objective({_name_of(loss)}) got {sorted(options)}: a callable has no options. Bind them with functools.partial."
+                f"Objective({_name_of(loss)}) got {sorted(options)}: a callable has no options. Bind them with "
+                "functools.partial."
             )
         else:
             put(self, "options", NoOptions())
         put(self, "name", loss if isinstance(loss, str) else name or _name_of(loss))
         put(self, "declared", None if fields is None else tuple(fields))
-        put(self, "uses", ("entropy",) if uses is None else tuple(uses))
+        put(self, "uses", ("logprob", *(("entropy",) if uses is None else uses)))
         put(self, "token_wise", bool(token_wise))
         numbers = {"kl": kl, "entropy": entropy, "value": value, "moe_aux": moe_aux, "moe_z": moe_z, "mtp": mtp}
         for key, number in numbers.items():
@@ -118,7 +133,8 @@ class Objective:
         for key, number in numbers.items():
             if not math.isfinite(number) or (number < 0 and key != "entropy"):
                 raise UserError(
-                    f"Objective: {key}={number!r} must be a finite number, not negative. Use {key}=0.0 to leave the term out."
+                    f"Objective: {key}={number!r} must be a finite number, not negative. Use {key}=0.0 to leave the "
+                    "term out."
                 )
         if self.kl_estimator not in KL_ESTIMATORS:
             raise UserError(
@@ -132,13 +148,14 @@ class Objective:
             raise UserError(
                 f"Objective: value_clip={self.value_clip!r} has no effect with value=0.0. Give value=, or leave it out."
             )
-        unknown = [use for use in self.uses if use not in OUTPUTS]
+        unknown = [use for use in self.uses if use not in ("logprob", *OUTPUTS)]
         if unknown:
             raise UserError(f"Objective: uses={unknown} is unknown. Use some of {', '.join(OUTPUTS)}.")
         names = [term.name for term in self.terms]
         if len(set(names)) < len(names):
             raise UserError(
-                f"Objective: two terms share a name in {names}. Drop the extra coefficient, or give the callable another name=."
+                f"Objective: two terms share a name in {names}. Drop the extra coefficient, or give the callable "
+                "another name=."
             )
 
     @property
@@ -146,7 +163,9 @@ class Objective:
         """The main loss first; terms with coefficient 0 are absent."""
         terms = [self._main()]
         if self.kl:
-            terms.append(Term("kl", self.kl, partial(kl_loss, estimator=self.kl_estimator), ("ref_logprob",)))
+            terms.append(
+                Term("kl", self.kl, partial(kl_loss, estimator=self.kl_estimator), ("ref_logprob",), ("logprob",))
+            )
         if self.entropy:
             terms.append(Term("entropy", self.entropy, entropy_bonus, uses=("entropy",)))
         if self.value:
@@ -196,9 +215,11 @@ class Objective:
         return any("teacher_kl" in term.uses for term in self.terms)
 
     @property
-    def is_token_wise(self) -> bool:
-        """True: no term reads other tokens, so the one-pass head (head_loss) gives the same numbers."""
-        return all(term.token_wise for term in self.token_terms)
+    def one_pass(self) -> bool:
+        """True: head_loss gives the same numbers as head_outputs + evaluate, with a matmul less. See Term.in_head."""
+        return any(term.in_head for term in self.token_terms) and all(
+            term.in_head or not term.reads_head for term in self.token_terms
+        )
 
     def stream_fields(self, samples: Sequence[Sample]) -> tuple[str, ...]:
         """Fields to carry to the loss: the declared ones, and old_logprob for metrics where every sample has it.
@@ -222,14 +243,16 @@ class Objective:
                     if name not in sample.fields:
                         raise UserError(
                             f"sample {number} has no field {name!r}, which the loss term {term.name!r} reads (it has "
-                            f"{sorted(sample.fields)}). Give fields={{{name!r}: [...]}} of length {len(sample)}, 0 where mask is 0."
+                            f"{sorted(sample.fields)}). Give fields={{{name!r}: [...]}} of length {len(sample)}, 0 "
+                            "where mask is 0."
                         )
                     dims = 2 if name in TEACHER else 1
                     shape = list(sample.fields[name].shape)
                     if len(shape) != dims and isinstance(self.loss, str):
                         want = "[L, K]" if dims == 2 else "[L]"
                         raise UserError(
-                            f"sample {number}: field {name!r} has shape {shape}; the loss term {term.name!r} needs {want}."
+                            f"sample {number}: field {name!r} has shape {shape}; the loss term {term.name!r} needs "
+                            f"{want}."
                         )
             self._check_teacher(number, sample)
 
@@ -241,10 +264,11 @@ class Objective:
             raise UserError(
                 f"sample {number}: teacher_ids {ids} and teacher_logprob {logprob} must have the same shape [L, K]."
             )
-        topk = self.options.topk if not isinstance(self.options, NoOptions | Value) else None  # pyright: ignore
+        topk = self.options.topk if isinstance(self.options, DistillTopK) else None
         if topk is not None and topk > ids[1]:
             raise UserError(
-                f"sample {number}: distill_topk has topk={topk}, but teacher_ids has {ids[1]} columns. Lower topk, or store more."
+                f"sample {number}: distill_topk has topk={topk}, but teacher_ids has {ids[1]} columns. Lower topk, or "
+                "store more."
             )
 
 
@@ -279,7 +303,8 @@ def _named_options(loss: str, value_clip: float | None, given: Mapping[str, floa
     wrong = sorted(set(given) - set(takes))
     if wrong:
         raise UserError(
-            f"loss {loss!r} does not take {', '.join(wrong)}: its options are {', '.join(takes) if takes else 'none'} (beside kl, entropy, "
+            f"loss {loss!r} does not take {', '.join(wrong)}: its options are {', '.join(takes) if takes else 'none'} "
+            "(beside kl, entropy, "
             "value, moe_aux, moe_z, mtp and their settings). Remove the option, or choose a loss that has it."
         )
-    return kind(**given)  # pyright: ignore[reportCallIssue]  (names checked above)
+    return kind(**given)  # pyright: ignore[reportCallIssue, reportArgumentType]  (names checked above, values by the class)

@@ -2,9 +2,11 @@
 
 ids [T_local] says which sample of the row each local token belongs to; the ranks of `group` hold the rest of the row.
 sum, mean: [T_local] -> [num], the same on every rank of the group; expand: [num] -> [T_local].
-Differentiable: the result is on every rank, so the backward of the all-reduce is the all-reduce of the incoming gradients;
-then each token takes its sample's. Every rank of the group must call it (an inert rank with an all-zero mask too).
-Deterministic: local sums run in token order over a stable sort, never by atomics. Masked values are dropped before the sum.
+Differentiable: the result is on every rank, so the backward of the all-reduce is the all-reduce of the incoming
+gradients; then each token takes its sample's. Every rank of the group must call it (an inert rank with an all-zero
+mask too).
+Deterministic: local sums run in token order over a stable sort, never by atomics. Masked values are dropped before the
+sum.
 """
 
 from dataclasses import dataclass

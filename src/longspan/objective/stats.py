@@ -1,9 +1,9 @@
 """Metrics of one call as tensors: weighted sums, maxima, fixed-bin histograms. Reduced over ranks once, read once.
 
-Nothing here is a mean of means: a mean keeps the sum of weight * x and the sum of weights, over all tokens of all micro-steps
-and ranks, and divides once in `reduce`. A histogram counts |x| in bins that are the same everywhere, so its quantiles do not
-depend on how tokens were cut; they are exact to a bin's width (3.7 %). No host sync before `reduce`.
-Every rank makes the same calls in the same order (an inert micro-step too, with weights 0).
+Nothing here is a mean of means: a mean keeps the sum of weight * x and the sum of weights, over all tokens of all
+micro-steps and ranks, and divides once in `reduce`. A histogram counts |x| in bins that are the same everywhere, so
+its quantiles do not depend on how tokens were cut; they are exact to a bin's width (3.7 %). No host sync before
+`reduce`. Every rank makes the same calls in the same order (an inert micro-step too, with weights 0).
 """
 
 import math
@@ -70,7 +70,8 @@ class Stats:
         self.histogram(name, magnitude, mask)
 
     def reduce(self, group: RowGroup | dist.ProcessGroup | None = None) -> dict[str, float]:
-        """The numbers of all ranks of `group` (None: this rank alone), equal on each. Two small collectives, one read."""
+        """The numbers of all ranks of `group` (None: this rank alone), equal on each: two small collectives, one
+        read."""
         added = [
             table[name].reshape(-1) for table in (self._sums, self._means, self._histograms) for name in sorted(table)
         ]

@@ -1,8 +1,9 @@
-"""What a loss sees of this rank's tokens: TokenOut (what the model says) and Fields (what the samples brought), all [T].
+"""What a loss sees of this rank's tokens: TokenOut (what the model says) and Fields (what the samples brought), all
+[T].
 
-`where(trained)` replaces every value outside a term's mask by 0 before the loss sees it. So whatever stands at a masked token
-(an old_logprob of 1e30, a log-prob that was not computed) can reach neither the loss nor, as 0 * inf, its gradient.
-Streams keep the token dim last (`[..., T]`); `Fields.from_streams` moves it first, where losses want it.
+`where(trained)` replaces every value outside a term's mask by 0 before the loss sees it. So whatever stands at a
+masked token (an old_logprob of 1e30, a log-prob that was not computed) can reach neither the loss nor, as 0 * inf, its
+gradient. Streams keep the token dim last (`[..., T]`); `Fields.from_streams` moves it first, where losses want it.
 """
 
 from collections.abc import Iterator, Mapping

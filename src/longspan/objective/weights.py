@@ -1,7 +1,7 @@
 """One weight per token: the only division of the engine (law `normalise_once`).
 
-The rule is applied once on the CPU, over the whole batch, before anything is packed or cut. From here on there are only sums.
-With m = the term's 0/1 mask, L_s = its trained tokens in sample s:
+The rule is applied once on the CPU, over the whole batch, before anything is packed or cut. From here on there are
+only sums. With m = the term's 0/1 mask, L_s = its trained tokens in sample s:
 
     "token"        m / sum of L_s
     "sample"       m / L_s / number of samples with a trained token     (mean over samples of the per-sample mean)
@@ -62,7 +62,8 @@ def term_masks(samples: Sequence[Sample], term: str) -> list[Tensor]:
         mask = sample.fields.get(name, sample.mask).double()
         if mask.dim() != 1 or not bool(((mask == 0) | (mask == 1)).all()):
             raise UserError(
-                f"sample {number}: field {name!r} of shape {list(mask.shape)} must be [L] of 0 and 1; it says which tokens the "
+                f"sample {number}: field {name!r} of shape {list(mask.shape)} must be [L] of 0 and 1; it says which "
+                "tokens the "
                 f"term {term!r} trains. Scale a term by its coefficient, and tokens by their advantage."
             )
         masks.append(mask)
@@ -114,7 +115,8 @@ def _denominators(objective: Objective, denominator: Denominator) -> dict[str, f
         return dict.fromkeys(names, _number("denominator", denominator))
     if set(denominator) != set(names):
         raise UserError(
-            f"denominator= names the terms {sorted(denominator)}, but the objective has {sorted(names)}. Name each term once: a "
+            f"denominator= names the terms {sorted(denominator)}, but the objective has {sorted(names)}. Name each "
+            "term once: a "
             "term left to its own count would weigh differently in each call."
         )
     return {name: _number(f"denominator[{name!r}]", denominator[name]) for name in names}

@@ -1,0 +1,157 @@
+"""KL between a student's and a teacher's whole next-token distributions, chunk by chunk: no [T, V] tensor on either
+side.
+
+hidden [T, E], weight [V, E] and teacher_hidden [T, F], teacher_weight [V, F] -> kl [T], with gradient to the student
+only.
+    forward: sum_v q_v (log q_v - log p_v)      dz = g (p - q)
+    reverse: sum_v p_v (log p_v - log q_v)      dz = g p (log p - log q - kl)
+p and q are both tempered by `temperature`. One chunk of each side's logits at a time, together below one chunk's
+budget. The teacher's hidden states come from a second engine as a stream; this file runs no model.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.errors import UserError
+from longspan.objective.chunks import HeadInputs, HeadMatmul, plan_chunks
+from longspan.objective.head_rows import Rows, blocks, tempered, untempered_
+
+__all__ = ["TeacherHead", "head_kl"]
+
+DIRECTIONS = ("forward", "reverse")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeacherHead:
+    """The teacher's side: no gradient goes there."""
+
+    hidden: Tensor  # [T, F]
+    weight: Tensor  # [V, F]
+    bias: Tensor | None = None  # [V]
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    inputs: HeadInputs
+    teacher: TeacherHead
+    reverse: bool
+
+
+def head_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher: TeacherHead,
+    *,
+    needed: Tensor | None = None,
+    temperature: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    direction: str = "forward",
+    chunk: int | str = "auto",
+) -> Tensor:
+    """hidden [T, E], weight [V, E] -> KL [T], 0 where not needed. Other arguments as in head_outputs."""
+    if direction not in DIRECTIONS:
+        raise UserError(
+            f"head_kl: direction={direction!r} is unknown. Use 'forward' (teacher || student) or 'reverse'."
+        )
+    if teacher.weight.shape[0] != weight.shape[0] or teacher.hidden.shape[0] != hidden.shape[0]:
+        raise UserError(
+            f"head_kl: the teacher has {teacher.weight.shape[0]} ids and {teacher.hidden.shape[0]} tokens, the student "
+            f"{weight.shape[0]} and {hidden.shape[0]}. Both sides need one vocabulary and the same tokens."
+        )
+    inputs = HeadInputs.checked(
+        hidden,
+        weight,
+        torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device),
+        needed=needed,
+        temperature=temperature,
+        bias=bias,
+        softcap=softcap,
+        teacher_ids=None,
+        chunk=chunk,
+        sides=2,
+    )
+    asked = _Asked(inputs, teacher, direction == "reverse")
+    return inputs.spread(cast(Tensor, _HeadKL.apply(hidden, weight, bias, asked)))
+
+
+class _HeadKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked) -> Tensor:
+        pairs = _Pairs(hidden, weight, bias, asked)
+        kl = pairs.student.like.new_empty(asked.inputs.rows)
+        for part in plan_chunks(asked.inputs.rows, asked.inputs.chunk_rows):
+            z, t, ours, theirs = pairs.logits(part)
+            for block in blocks(z):
+                log_p = _log_softmax(z[block], ours.take(block))
+                log_q = _log_softmax(t[block], theirs.take(block))
+                kl[part][block] = _kl(log_p, log_q, reverse=asked.reverse)
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.asked = asked
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, bias = ctx.saved_tensors
+        asked: _Asked = ctx.asked
+        pairs = _Pairs(hidden, weight, bias, asked)
+        wants = ctx.needs_input_grad
+        sink = pairs.student.gradients(hidden=wants[0], weight=wants[1], bias=wants[2])
+        for part in plan_chunks(asked.inputs.rows, asked.inputs.chunk_rows):
+            z, t, ours, theirs = pairs.logits(part)
+            g, d = upstream[0][part], sink.space(z)
+            for block in blocks(z):
+                log_p = _log_softmax(z[block], ours.take(block))
+                log_q = _log_softmax(t[block], theirs.take(block))
+                pull = _pull(log_p, log_q, reverse=asked.reverse).mul_(g[block, None])
+                d[block] = untempered_(pull, z[block], ours.take(block))
+            sink.add(d, asked.inputs.take(hidden, part), asked.inputs.where(part))
+        return (*sink.finish(), None)
+
+
+class _Pairs:
+    """Both sides' chunks of logits."""
+
+    __slots__ = ("_asked", "_buffers", "_hidden", "student", "teacher")
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked) -> None:
+        self._asked, self._hidden = asked, hidden
+        self.student = HeadMatmul(hidden, weight, bias)
+        self.teacher = HeadMatmul(asked.teacher.hidden.detach(), asked.teacher.weight.detach(), asked.teacher.bias)
+        rows = asked.inputs.chunk_rows
+        self._buffers = (self.student.buffer(rows), self.teacher.buffer(rows))
+
+    def logits(self, part: slice) -> tuple[Tensor, Tensor, Rows, Rows]:
+        """Raw logits [C, V] of student and teacher, and what each side's rows are asked for."""
+        inputs, teacher = self._asked.inputs, self._asked.teacher
+        z = self.student.logits(inputs.take(self._hidden, part), self._buffers[0])
+        t = self.teacher.logits(inputs.take(teacher.hidden, part), self._buffers[1])
+        ours = inputs.row_inputs(part, self.student.like)
+        theirs = Rows(ours.targets, ours.temperature, teacher.softcap, None)
+        return z, t, ours, theirs
+
+
+def _log_softmax(z: Tensor, rows: Rows) -> Tensor:
+    return torch.log_softmax(tempered(z, rows), 1)
+
+
+def _kl(log_p: Tensor, log_q: Tensor, *, reverse: bool) -> Tensor:
+    """Both [C, V] -> [C]."""
+    if reverse:
+        return (torch.exp(log_p) * (log_p - log_q)).sum(1)
+    return (torch.exp(log_q) * (log_q - log_p)).sum(1)
+
+
+def _pull(log_p: Tensor, log_q: Tensor, *, reverse: bool) -> Tensor:
+    """dKL / d(tempered student logits), [C, V]."""
+    p = torch.exp(log_p)
+    if not reverse:
+        return p - torch.exp(log_q)
+    difference = log_p - log_q
+    return p * (difference - (p * difference).sum(1, keepdim=True))
