@@ -1,9 +1,11 @@
-"""Causal depthwise convolution of a packed, contiguous row cut over ranks: out[t] = sum_i w[:, i] x[t - K + 1 + i], inside a document.
+"""Causal depthwise convolution of a packed, contiguous row cut over ranks: out[t] = sum_i w[:, i] x[t - K + 1 + i],
+inside a document.
 
-Each rank prepends a halo: the K - 1 tokens to its left, whoever holds them (a rank may hold fewer than K - 1). One small all-gather of
-every rank's last K - 1 tokens; its backward sums what the right neighbours send back. Whether a token of the halo is used is decided
-by positions alone: a token at position p of its document reads at most p tokens back. So any chunk and any document length from 1 up
-is exact (bugs B10, D8), forward and backward. Does not apply an activation.
+Each rank prepends a halo: the K - 1 tokens to its left, whoever holds them (a rank may hold fewer than K - 1). One
+small all-gather of every rank's last K - 1 tokens; its backward sums what the right neighbours send back. Whether a
+token of the halo is used is decided by positions alone: a token at position p of its document reads at most p tokens
+back. So any chunk and any document length from 1 up is exact (bugs B10, D8), forward and backward. Does not apply an
+activation.
 """
 
 import torch
@@ -17,7 +19,7 @@ __all__ = ["causal_convolution", "with_halo"]
 
 
 def causal_convolution(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
-    """x [K - 1 + T, C] with its halo in front, weight [C, K], position [T] in the document -> [T, C], f32 (f64 for f64)."""
+    """x [K - 1 + T, C] halo first, weight [C, K], position [T] in the document -> [T, C], f32 (f64 for f64)."""
     width, length = weight.shape[1], position.shape[0]
     wide = accumulator(x.dtype)
     x, weight = x.to(wide), weight.to(wide)
@@ -29,7 +31,7 @@ def causal_convolution(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
 
 
 def with_halo(x: Tensor, width: int, group: CPGroup, *, crossed: bool) -> Tensor:
-    """x [T_local, C] -> [width - 1 + T_local, C]. crossed: some document spans ranks; if none does, the halo is zeros."""
+    """x [T_local, C] -> [width - 1 + T_local, C]. crossed: some document spans ranks; else the halo is zeros."""
     if not crossed:
         return torch.cat([x.new_zeros(width - 1, x.shape[1]), x])
     kept = min(width - 1, x.shape[0])  # all ranks hold the same number of tokens

@@ -1,4 +1,6 @@
-"""Which delta kernel runs: fla on CUDA in bf16 and f16 where fla-core is installed, else plain torch (any device, f64 and f32 too)."""
+"""Which delta kernel runs: fla on CUDA in bf16 and f16 where fla-core is installed, else plain torch (any device, f64
+and f32 too).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,13 +1,16 @@
-"""Gated DeltaNet from its definition, token by token, in the dtype of its inputs: what every other form here is tested against.
+"""Gated DeltaNet from its definition, token by token, in the dtype of its inputs: what every other form here is
+tested against.
 
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - (exp(g_t) S_{t-1})^T k_t))^T        o_t = S_t^T q_t / sqrt(D_k)
 
-S [H, D_k, D_v] starts from zero (or `initial`) at each document; q and k are first made unit vectors. Before it, a causal depthwise
-convolution of width K over the document's own tokens. Source: Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks", eq. 10, and
-`torch_recurrent_gated_delta_rule` of transformers 5.17, which computes in fp32 whatever it is given.
-Nothing here is shared with the engine's forms, and nothing here is fast: autograd keeps one state per token.
+S [H, D_k, D_v] starts from zero (or `initial`) at each document; q and k are first made unit vectors. Before it, a
+causal depthwise convolution of width K over the document's own tokens. Source: Yang, Kautz, Hatamizadeh 2024, "Gated
+Delta Networks", eq. 10, and `torch_recurrent_gated_delta_rule` of transformers 5.17, which computes in fp32 whatever
+it is given. Nothing here is shared with the engine's forms, and nothing here is fast: autograd keeps one state per
+token.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -56,7 +59,7 @@ def packed_recurrence(
 ) -> tuple[Tensor, Tensor]:  # [T, H, D_v], final states [S, H, D_k, D_v]
     """A packed stream: every document by itself."""
     outputs, finals = [], []
-    for number, (start, end) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
+    for number, (start, end) in enumerate(itertools.pairwise(cu_seqlens)):
         parts = [x[start:end] for x in (q, k, v, g, beta)]
         out, final = recurrence(*parts, initial=None if initial is None else initial[number])
         outputs.append(out)
@@ -73,7 +76,7 @@ def convolution(x: Tensor, weight: Tensor) -> Tensor:
 
 def packed_convolution(x: Tensor, weight: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
     """x [T, C] packed: every document by itself."""
-    return torch.cat([convolution(x[a:b], weight) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)])
+    return torch.cat([convolution(x[a:b], weight) for a, b in itertools.pairwise(cu_seqlens)])
 
 
 class _PlainDeltaNet(nn.Module):

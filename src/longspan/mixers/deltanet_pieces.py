@@ -1,10 +1,13 @@
-"""How a contiguous row of documents is cut for a recurrent layer: the pieces of one rank, and what crosses between ranks.
+"""How a contiguous row of documents is cut for a recurrent layer: the pieces of one rank, and what crosses between
+ranks.
 
-A piece is a run of one document on one rank; a piece that continues the piece before it is `carried` (for the first piece: the last
-one of the rank to the left). Everything here is Python and the same on every rank, so that ranks agree on every collective.
-`longest` cuts long pieces further: more of them run at once, where one scan of a long document would leave a GPU half idle.
+A piece is a run of one document on one rank; a piece that continues the piece before it is `carried` (for the first
+piece: the last one of the rank to the left). Everything here is Python and the same on every rank, so that ranks
+agree on every collective. `longest` cuts long pieces further: more of them run at once, where one scan of a long
+document would leave a GPU half idle.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,14 +57,14 @@ def cut_pieces(info: SeqInfo, longest: int | None = None) -> Pieces:
     """The pieces of this rank of a contiguous row. longest: tokens of a piece at most; None leaves runs whole."""
     if info.kind not in ("identity", "contiguous"):
         raise UserError(
-            f"index={info.kind!r} breaks the token order that recurrent layers need. Use index='contiguous' (any mixer)."
+            f"index={info.kind!r} breaks the token order that recurrent layers need. Use index='contiguous'."
         )
     cu_seqlens = info.cu_seqlens.tolist()
     return _cut(cu_seqlens, info.num_local, size=info.size, rank=info.rank, longest=longest)
 
 
 def whole_pieces(info: SeqInfo, longest: int | None = None) -> Pieces:
-    """The whole row on one rank: every document is one piece. For layers whose heads are shared out instead of their tokens."""
+    """The whole row on one rank, for layers whose heads are shared out instead of their tokens."""
     return _cut(info.cu_seqlens.tolist(), info.num_tokens, size=1, rank=0, longest=longest)
 
 
@@ -76,7 +79,7 @@ def _cut(cu_seqlens: Sequence[int], num_local: int, *, size: int, rank: int, lon
     inside = sorted(c - first for c in starts if first < c < first + num_local)
     runs = [0, *inside, num_local]
     bounds, carried = [0], []
-    for number, (start, end) in enumerate(zip(runs, runs[1:], strict=False)):
+    for number, (start, end) in enumerate(itertools.pairwise(runs)):
         carried.append(number == 0 and crossed[rank])
         if longest is not None:
             for middle in range(start + longest, end, longest):

@@ -1,18 +1,20 @@
 """Gated DeltaNet with its tokens cut over ranks: states are passed, tokens stay.
 
-A piece's final state is affine in its initial one, S' = A S + B, so every rank first makes the (A, B) of what it hands to the right
-(no outputs: the chunks' solve and a scan), one all-gather shares them [size, H, D_k, D_k + D_v], and each rank folds the ones to its
-left into its own initial state. Outputs are then computed once, with the right initial states. The gradient runs the other way by
-the same rule: with D = dS of a piece whose final state has no gradient, dS = A^T dS' + D; again one all-gather, of (A, D), then all
-gradients once. A rank that holds the start of a document resets the chain, so its A is never used.
-Exact: autograd never sees A, which only lets ranks work at once. Nothing crosses a document; rows without a document that spans
-ranks do not communicate. Extra work over one device: one scan each way. Cost of the exchange at 32 heads of 128: 4 MiB a rank, which
-a prefetch could hide behind the convolution of the next layer; it is not overlapped here.
-Source: the affine form is that of Yang et al. 2024 (DeltaNet, sequence parallelism) and fla.ops.cp; the kernels are behind `DeltaKernel`.
+A piece's final state is affine in its initial one, S' = A S + B, so every rank first makes the (A, B) of what it
+hands to the right (no outputs: the chunks' solve and a scan), one all-gather shares them [size, H, D_k, D_k + D_v],
+and each rank folds the ones to its left into its own initial state. Outputs are then computed once, with the right
+initial states. The gradient runs the other way by the same rule: with D = dS of a piece whose final state has no
+gradient, dS = A^T dS' + D; again one all-gather, of (A, D), then all gradients once. A rank that holds the start of a
+document resets the chain, so its A is never used. Exact: autograd never sees A, which only lets ranks work at once.
+Nothing crosses a document; rows without a document that spans ranks do not communicate. Extra work over one device:
+one scan each way. Cost of the exchange at 32 heads of 128: 4 MiB a rank, which a prefetch could hide behind the
+convolution of the next layer; it is not overlapped here. Source: the affine form is that of Yang et al. 2024
+(DeltaNet, sequence parallelism) and fla.ops.cp; the kernels are behind `DeltaKernel`.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from longspan.layout import comm
 from longspan.layout.mesh import CPGroup
 from longspan.mixers.deltanet_pieces import Pieces
 
-__all__ = ["DeltaBackward", "DeltaForward", "DeltaKernel", "delta_rule"]
+__all__ = ["DeltaBackward", "DeltaForward", "DeltaKernel", "DeltaSaved", "delta_rule"]
 
 
 class DeltaForward(Protocol):
@@ -59,12 +61,27 @@ class DeltaKernel(Protocol):
         ...
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [K - 1 + T, C], the tokens to the left first, weight [C, K] -> silu of the causal convolution [T, C]; differentiable."""
+        """x [K - 1 + T, C] halo first, weight [C, K] -> silu of the convolution [T, C]; differentiable."""
         ...
 
     def forward(self, inputs: Sequence[Tensor]) -> DeltaForward: ...
 
     def backward(self, gradient: Tensor, inputs: Sequence[Tensor], initial: Tensor | None) -> DeltaBackward: ...
+
+
+class DeltaSaved:
+    """What one layer's rule keeps between its first forward and its recomputation: outputs, states, transitions."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def put(self, kept: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._kept = kept
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Handed over once; None on a first forward."""
+        kept, self._kept = self._kept, None
+        return kept
 
 
 def delta_rule(
@@ -73,38 +90,54 @@ def delta_rule(
     pieces: Pieces,
     group: CPGroup,
     kernel: DeltaKernel,
+    saved: DeltaSaved | None = None,
 ) -> Tensor:
-    """[T_local, H, D_v], differentiable in every input. Collective when `pieces.exchanged`."""
-    return _StatePassing.apply(pieces, group, kernel, *inputs)
+    """[T_local, H, D_v], differentiable in every input. Collective when `pieces.exchanged`.
+
+    saved: of selective recomputation; what the first forward kept is used instead of computing it again.
+    """
+    return _StatePassing.apply(_Setup(pieces, group, kernel, saved), *inputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Setup:
+    pieces: Pieces
+    group: CPGroup
+    kernel: DeltaKernel
+    saved: DeltaSaved | None
 
 
 class _StatePassing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, pieces: Pieces, group: CPGroup, kernel: DeltaKernel, *inputs: Tensor) -> Tensor:
-        work = kernel.forward(inputs)
-        states, transitions = _incoming(work, pieces, group, inputs)
-        out = work.outputs(_spread(states, pieces.targets, pieces.num))
-        ctx.pieces, ctx.group, ctx.kernel = pieces, group, kernel
-        ctx.has_states, ctx.has_transitions = states is not None, transitions is not None
-        kept = [x for x in (states, transitions) if x is not None]
-        ctx.save_for_backward(*inputs, *kept)
-        return out
+    def forward(ctx: Any, setup: _Setup, *inputs: Tensor) -> Tensor:
+        kept = setup.saved.take() if setup.saved is not None else None
+        if kept is None:
+            pieces = setup.pieces
+            work = setup.kernel.forward(inputs)
+            states, transitions = _incoming(work, pieces, setup.group, inputs)
+            out = work.outputs(_spread(states, pieces.targets, pieces.num))
+            none = out.new_empty(0)
+            kept = (out, none if states is None else states, none if transitions is None else transitions)
+            if setup.saved is not None:
+                setup.saved.put((out.detach(), *kept[1:]))
+        ctx.setup = setup
+        ctx.save_for_backward(*inputs, *kept[1:])
+        return kept[0]
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        pieces, group = ctx.pieces, ctx.group
-        inputs, kept = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
-        states = kept.pop(0) if ctx.has_states else None
-        transitions = kept.pop(0) if ctx.has_transitions else None
-        work = ctx.kernel.backward(gradient, inputs, _spread(states, pieces.targets, pieces.num))
-        final = _returning(work, pieces, group, transitions, inputs)
-        return None, None, None, *work.gradients(_spread(final, pieces.sources, pieces.num))
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        pieces, group = ctx.setup.pieces, ctx.setup.group
+        *inputs, states, transitions = ctx.saved_tensors
+        initial = _spread(states if states.numel() else None, pieces.targets, pieces.num)
+        work = ctx.setup.kernel.backward(gradients[0], inputs, initial)
+        final = _returning(work, pieces, group, transitions if transitions.numel() else None, inputs)
+        return None, *work.gradients(_spread(final, pieces.sources, pieces.num))
 
 
 def _incoming(
     work: DeltaForward, pieces: Pieces, group: CPGroup, inputs: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Initial states of `pieces.targets` and the A of `pieces.sources`."""
+    """Initial states of `pieces.targets` and the A of `pieces.sources`. Collective."""
     sources, targets = pieces.sources, pieces.targets
     a, b = None, None
     if sources:
@@ -177,7 +210,7 @@ def _exchange_forward(
 def _exchange_backward(
     a: Tensor | None, d: Tensor | None, pieces: Pieces, group: CPGroup, inputs: Sequence[Tensor]
 ) -> Tensor | None:
-    """The gradient of the state that leaves this rank. Sent: the A of the rank's whole run and the D of the state that enters."""
+    """The gradient of the state that leaves this rank. Sent: the A of its whole run and the D of what enters."""
     rank = pieces.rank
     sent = _empty_map(inputs)
     key_dim = sent.shape[1]

@@ -1,7 +1,8 @@
 """The gated delta rule's `DeltaKernel` in plain torch: any device, fp64, fp32, bf16 (computed in fp32).
 
-The reference of the fla kernel, and what CPU runs. The forward keeps nothing for the backward, which computes the chunks again with
-autograd on; the gradient of the initial states is taken first (it needs the outputs only) and all others after the exchange.
+The reference of the fla kernel, and what CPU runs. The forward keeps nothing for the backward, which computes the
+chunks again with autograd on; the gradient of the initial states is taken first (it needs the outputs only) and all
+others after the exchange.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,14 @@
-"""Recurrent layers (Gated DeltaNet) of a packed row over ranks: `state` keeps tokens where they are, `heads` shares out the heads.
+"""Recurrent layers (Gated DeltaNet) of a packed row over ranks: `state` keeps tokens where they are, `heads` shares
+out the heads.
 
-    state: halo for the convolution from the left neighbours, states passed between ranks (deltanet_state.py). Any number of ranks.
-    heads: one all-to-all turns [T_local, all heads] into [T, some heads]; each rank runs whole documents of its heads; another one back.
+    state: a halo for the convolution from the left, states passed between ranks (deltanet_state.py); any cp.
+    heads: one all-to-all turns [T_local, all heads] into [T, some heads]; whole documents of those heads; one back.
 
-Both take what a layer's projections make of this rank's tokens and return the rule's output for them, before its norm and gate.
-Token order is what a recurrence needs, so the row is `contiguous`; boundaries come from SeqInfo alone (law 6).
-Traffic a layer, forward, of T_local tokens: heads moves (2 H_k D_k + 2 H D_v + 2 H) numbers a token; state moves 3 tokens of the
-convolution's channels and one [H, D_k, D_k + D_v] map a rank, whatever T_local is. So `auto` is `state`.
+Both take what a layer's projections make of this rank's tokens and return the rule's output for them, before its norm
+and gate. Token order is what a recurrence needs, so the row is `contiguous`; boundaries come from SeqInfo alone (law
+6). Traffic a layer, forward, of T_local tokens: heads moves (2 H_k D_k + 2 H D_v + 2 H) numbers a token; state moves
+3 tokens of the convolution's channels and one [H, D_k, D_k + D_v] map a rank, whatever T_local is. So `auto` is
+`state`.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from longspan.mixers.collectives import all_to_all
 from longspan.mixers.conv import with_halo
 from longspan.mixers.deltanet_choose import choose_delta_kernel
 from longspan.mixers.deltanet_pieces import Pieces, cut_pieces, whole_pieces
-from longspan.mixers.deltanet_state import DeltaKernel, delta_rule
+from longspan.mixers.deltanet_state import DeltaKernel, DeltaSaved, delta_rule
 from longspan.mixers.precision import accumulator
 
 __all__ = ["DeltaShape", "DeltaWeights", "LinearPrepared", "gated_delta", "heads_refusal", "prepare_linear"]
@@ -63,6 +65,10 @@ class LinearPrepared:
     pieces: Pieces
     group: CPGroup
     kernel: DeltaKernel
+    slots: dict[int, DeltaSaved] | None  # by layer, under selective recomputation: the rule is never run twice
+
+    def slot(self, layer: int) -> DeltaSaved | None:
+        return None if self.slots is None else self.slots.setdefault(layer, DeltaSaved())
 
 
 def heads_refusal(size: int, shape: DeltaShape) -> str | None:
@@ -70,8 +76,9 @@ def heads_refusal(size: int, shape: DeltaShape) -> str | None:
     if not _heads_fit(size, shape):
         sizes = ", ".join(str(n) for n in range(1, shape.value_heads + 1) if _heads_fit(n, shape))
         return (
-            f"linear='heads' at cp={size} needs value heads divisible by {size}, and key heads divisible by it or dividing "
-            f"it; got {shape.value_heads} value and {shape.key_heads} key heads. Use cp in ({sizes}) or linear='state'."
+            f"linear='heads' at cp={size} needs value heads divisible by {size}, and key heads that divide it or that "
+            f"it divides; got {shape.value_heads} value and {shape.key_heads} key heads. Use cp in ({sizes}) or "
+            "linear='state'."
         )
     return None
 
@@ -80,8 +87,13 @@ def _heads_fit(size: int, shape: DeltaShape) -> bool:
     return shape.value_heads % size == 0 and (shape.key_heads % size == 0 or size % shape.key_heads == 0)
 
 
-def prepare_linear(info: SeqInfo, device: torch.device, *, how: str, dtype: torch.dtype) -> LinearPrepared:
-    """The pieces, kernel and index tensors of this rank. dtype: of the layers' activations; it decides the kernel."""
+def prepare_linear(
+    info: SeqInfo, device: torch.device, *, how: str, dtype: torch.dtype, selective: bool = False
+) -> LinearPrepared:
+    """The pieces, kernel and index tensors of this rank.
+
+    dtype: of the layers' activations; it decides the kernel. selective: outputs are kept for the recomputation.
+    """
     if how not in LINEARS:
         raise UserError(f"linear={how!r} is unknown. Use one of {', '.join(map(repr, LINEARS))}.")
     choice = choose_delta_kernel(device, dtype)
@@ -91,7 +103,8 @@ def prepare_linear(info: SeqInfo, device: torch.device, *, how: str, dtype: torc
         pieces = whole_pieces(info)
     elif pieces.exchanged:
         pieces = cut_pieces(info, choice.longest)
-    return LinearPrepared("heads" if shared else "state", pieces, info.group, choice.make(pieces, device))
+    kernel = choice.make(pieces, device)
+    return LinearPrepared("heads" if shared else "state", pieces, info.group, kernel, {} if selective else None)
 
 
 def gated_delta(
@@ -102,17 +115,25 @@ def gated_delta(
     *,
     shape: DeltaShape,
     prepared: LinearPrepared,
+    layer: int,
 ) -> Tensor:
-    """[T_local, H, D_v]. Collective on the row's group."""
+    """[T_local, H, D_v]. Collective on the row's group. layer: its number in the model."""
     if prepared.how == "heads":
-        return _by_heads(mixed, b, a, weights, shape=shape, prepared=prepared)
+        return _by_heads(mixed, b, a, weights, shape=shape, prepared=prepared, layer=layer)
     width = weights.conv.shape[1]
     mixed = with_halo(mixed, width, prepared.group, crossed=prepared.pieces.exchanged)
-    return _layer(mixed, b, a, weights, shape=shape, prepared=prepared)
+    return _layer(mixed, b, a, weights, shape=shape, prepared=prepared, layer=layer)
 
 
 def _by_heads(
-    mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, *, shape: DeltaShape, prepared: LinearPrepared
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: DeltaWeights,
+    *,
+    shape: DeltaShape,
+    prepared: LinearPrepared,
+    layer: int,
 ) -> Tensor:
     """The convolution's channels, b and a travel together; each rank uses its own heads' slices of the weights."""
     group = prepared.group
@@ -128,14 +149,14 @@ def _by_heads(
     heads = slice(group.rank * own.value_heads, (group.rank + 1) * own.value_heads)
     conv = _shares(weights.conv.t(), size, shape)[:, group.rank].t()
     mine = DeltaWeights(conv, weights.log_decay[heads], weights.step_bias[heads])
-    out = _layer(mixed, b, a, mine, shape=own, prepared=prepared)
+    out = _layer(mixed, b, a, mine, shape=own, prepared=prepared, layer=layer)
     back = all_to_all(out.reshape(size * tokens, -1), group)  # [T, H/N * D] -> [T, H/N * D]: block j is rank j's heads
     back = back.reshape(size, tokens, own.value_heads, own.value_dim).transpose(0, 1)
     return back.reshape(tokens, shape.value_heads, shape.value_dim)
 
 
 def _shares(x: Tensor, size: int, shape: DeltaShape) -> Tensor:
-    """[T, C] -> [T, size, C / size]: channels of each rank's value heads and of the key heads they read, shared or not."""
+    """[T, C] -> [T, size, C / size]: channels of each rank's value heads and of the key heads they read."""
     q, k, v = x.split(shape.channels, 1)
     tokens, copies = x.shape[0], max(1, size // shape.key_heads)
     q, k = (
@@ -146,7 +167,14 @@ def _shares(x: Tensor, size: int, shape: DeltaShape) -> Tensor:
 
 
 def _layer(
-    mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, *, shape: DeltaShape, prepared: LinearPrepared
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: DeltaWeights,
+    *,
+    shape: DeltaShape,
+    prepared: LinearPrepared,
+    layer: int,
 ) -> Tensor:
     """mixed [K - 1 + T, C] with its halo; b, a [T, H] -> [T, H, D_v]."""
     kernel, tokens = prepared.kernel, b.shape[0]
@@ -161,4 +189,4 @@ def _layer(
         b.sigmoid(),
     )
     group = CPGroup.alone() if prepared.how == "heads" else prepared.group
-    return delta_rule(inputs, pieces=prepared.pieces, group=group, kernel=kernel)
+    return delta_rule(inputs, pieces=prepared.pieces, group=group, kernel=kernel, saved=prepared.slot(layer))
