@@ -10,9 +10,9 @@ call is 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,10 +21,10 @@ from longspan.data.pack import FieldSpec
 from longspan.data.sample import Sample
 from longspan.layout.seqinfo import SeqInfo
 from longspan.layout.shard import Shard
-from longspan.mixers.attention import AttentionCache
+from longspan.mixers.attention import AttentionCache, Saved
 
 if TYPE_CHECKING:
-    from longspan.mixers.attention import Mixer, Prepared
+    from longspan.mixers.attention import Mixer
     from longspan.mixers.kernels import Kernel
     from longspan.models.images import MediaReader
     from longspan.models.placeholders import MediaIds
@@ -39,19 +39,14 @@ class Context:
 
     info: SeqInfo
     mixer: Mixer
-    prepared: Prepared  # of `mixer`, on the device
+    prepared: Any  # what `mixer` prepared for this row, on the device; Any: each mixer takes back only its own
     kernel: Kernel
-    segment: Tensor  # [T_local] int64 on the device: number of each token's segment in the row
-    cache: dict[Hashable, AttentionCache] | None = None  # {} turns on selective recomputation: attention runs once
+    cache: AttentionCache | None = None  # given: selective recomputation, attention runs once
     scratch: dict[str, object] = field(default_factory=dict)  # what a family keeps for one micro-step: "linear", "moe"
 
-    def slot(self, key: Hashable) -> AttentionCache | None:
-        """The place where the attention layer `key` keeps (out, lse) between forward and recomputation."""
-        if self.cache is None:
-            return None
-        if key not in self.cache:
-            self.cache[key] = AttentionCache()
-        return self.cache[key]
+    def slot(self, layer: nn.Module) -> Saved | None:
+        """The place where an attention layer keeps (out, lse) between forward and recomputation."""
+        return None if self.cache is None else self.cache.slot(id(layer))
 
 
 class Adapter(Protocol):

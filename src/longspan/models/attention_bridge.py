@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.errors import UserError
-from longspan.mixers.local import packed_attention
+from longspan.mixers.blocks import Call
+from longspan.mixers.kernels import Block
+from longspan.mixers.local import Local, LocalPrepared
 from longspan.models.adapter import Context
 
 __all__ = ["DECODER", "VISION", "register", "use_vision_bridge"]
@@ -75,13 +77,12 @@ def vision_attention(
 ) -> tuple[Tensor, None]:
     """All images of this rank in one varlen call; the tower is never cut over ranks."""
     context = _context(longspan, module)
-    out_THD = packed_attention(
+    block = Block(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, "full", offset=())
+    out_THD = Local().attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        cu_seq_lens_q,
-        max_length_q,
-        kind="full",
+        LocalPrepared(Call(None, None, block, fresh=True)),
         scale=scaling,
         kernel=context.kernel,
         saved=context.slot(module),
