@@ -51,7 +51,10 @@ class Prepared(Protocol):
 class Mixer(Protocol):
     """Lets the tokens of one row meet across the ranks that share it. Stateless."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Its key in MIXERS."""
+        ...
 
     def sizes(self, heads: int, kv_heads: int) -> SizeCheck:
         """The check of CP sizes for a model with these heads."""

@@ -41,6 +41,7 @@ class Segment:
     len_k: int
     offset: int  # position of the first query minus position of the first key
     kind: Literal["causal", "full"]
+    runs: frozenset[tuple[str, int]]  # the runs it is made of, by side and row
 
     @property
     def shift(self) -> int:
@@ -120,6 +121,7 @@ def _segment(query: Run, key: Run, window: int | None) -> Segment | None:
         len_k=key.stop - first_key,
         offset=query.start - first_key,
         kind=kind,
+        runs=frozenset({("q", query.row), ("k", key.row)}),
     )
 
 
@@ -128,27 +130,26 @@ def _append(segments: list[Segment], new: Segment, window: int | None) -> None:
     last = segments[-1] if segments else None
     if last is not None and window is None and last.kind == new.kind == "full":
         if (last.k_row, last.len_k) == (new.k_row, new.len_k) and last.q_row + last.len_q == new.q_row:
-            segments[-1] = replace(last, len_q=last.len_q + new.len_q)
+            segments[-1] = replace(last, len_q=last.len_q + new.len_q, runs=last.runs | new.runs)
             return
         if (last.q_row, last.len_q) == (new.q_row, new.len_q) and last.k_row + last.len_k == new.k_row:
-            segments[-1] = replace(last, len_k=last.len_k + new.len_k)
+            segments[-1] = replace(last, len_k=last.len_k + new.len_k, runs=last.runs | new.runs)
             return
     segments.append(new)
 
 
 def _groups(segments: Sequence[Segment], window: int | None) -> list[list[Segment]]:
     """Segments that share a call: same kind, same shift if windowed, no query row and no key row twice."""
-    groups: list[tuple[tuple[str, int], set[int], list[Segment]]] = []
+    groups: list[tuple[tuple[str, int], set[tuple[str, int]], list[Segment]]] = []
     for segment in sorted(segments, key=lambda s: s.kind):  # causal calls first: they write every row
         key = (segment.kind, segment.shift if window is not None else 0)
-        taken = {2 * segment.q_row, 2 * segment.k_row + 1}
         for other, used, members in groups:
-            if other == key and not used & taken:
-                used |= taken
+            if other == key and not used & segment.runs:
+                used |= segment.runs
                 members.append(segment)
                 break
         else:
-            groups.append((key, taken, [segment]))
+            groups.append((key, set(segment.runs), [segment]))
     return [members for _, _, members in groups]
 
 

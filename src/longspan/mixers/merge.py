@@ -33,7 +33,7 @@ class PartialSoftmax:
         if fresh:
             new, new_lse = out.to(total.dtype), lse.T
         else:
-            weight = torch.sigmoid(lse.T - old_lse).masked_fill(float("-inf") == lse.T, 0.0)
+            weight = torch.sigmoid(lse.T - old_lse).masked_fill(torch.isneginf(lse.T), 0.0)
             new = torch.lerp(old, out.to(total.dtype), weight[..., None])
             new_lse = torch.logaddexp(old_lse, lse.T)
         _write(total, rows, new)

@@ -72,7 +72,10 @@ class Block:
 class Kernel(Protocol):
     """Forward and backward of one block. Stateless: same inputs, same result."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Shown at start and in reports."""
+        ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float, window: int | None = None

@@ -1,0 +1,145 @@
+"""Ring attention: keys and values travel from rank to rank, partial softmaxes merge by LSE (Liu et al. 2023).
+
+At step s rank r holds the keys of rank r - s. Own backward: keys travel the same way again, their gradients travel
+with them in f32 and come home in one last hop. Step 0 is one causal call over the local documents. Then, for rank j:
+    contiguous  j < r: at most one full block, the document that straddles both ranks; j > r: nothing
+    zigzag      j < r: all queries against j's first chunks; j > r: the second chunks against all of j's; both full
+A step without a visible pair computes nothing, and the ring stops at the farthest step that any rank needs.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from longspan.layout.comm import rotate
+from longspan.layout.seqinfo import SeqInfo, runs
+from longspan.mixers.attention import (
+    Saved,
+    SizeCheck,
+    Upstream,
+    Work,
+    core_attention,
+    partial_softmax,
+    run_backward,
+    run_forward,
+)
+from longspan.mixers.blocks import Call, documents_call, pair_calls
+from longspan.mixers.kernels import Kernel
+from longspan.mixers.local import Local, LocalPrepared
+from longspan.mixers.merge import Sum
+
+__all__ = ["Ring", "RingPrepared"]
+
+
+@dataclass(slots=True, eq=False)
+class RingPrepared:
+    """The calls of each step, by window: the first layer with a new window makes them."""
+
+    info: SeqInfo
+    device: torch.device
+    _steps: dict[int | None, tuple[tuple[Call, ...], ...]] = field(default_factory=dict)
+
+    def steps(self, window: int | None) -> tuple[tuple[Call, ...], ...]:
+        """The calls of step 0, 1, ...: as many steps on every rank."""
+        if window not in self._steps:
+            self._steps[window] = _make_steps(self.info, window, self.device)
+        return self._steps[window]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> tuple[Tensor, Tensor]:
+        """See attention.Prepared."""
+        steps = self.steps(work.window)
+        total = partial_softmax(q, v)
+        for step, calls in enumerate(steps):
+            arriving = rotate((k, v), self.info.group) if step + 1 < len(steps) else None  # overlaps with the calls
+            run_forward(total, calls, q, k, v, work)
+            if arriving is not None:
+                k, v = arriving.wait()
+        return total.result()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See attention.Prepared."""
+        steps, group = self.steps(work.window), self.info.group
+        side = Upstream(dout, q, out, lse)
+        dq = Sum(q)
+        travelling = None  # dk, dv of the keys that this rank holds next
+        k_dtype, v_dtype = k.dtype, v.dtype
+        dk_wide = dv_wide = k  # replaced in step 0
+        for step, calls in enumerate(steps):
+            arriving = rotate((k, v), group) if step + 1 < len(steps) else None
+            dk, dv = Sum(k), Sum(v)
+            run_backward((dq, dk, dv), calls, side, k, v, work)
+            dk_wide, dv_wide = dk.wide(), dv.wide()
+            if travelling is not None:  # what the ranks before added up
+                dk_before, dv_before = travelling.wait()
+                dk_wide, dv_wide = dk_wide.add_(dk_before), dv_wide.add_(dv_before)
+            if arriving is not None:
+                travelling = rotate((dk_wide, dv_wide), group)
+                k, v = arriving.wait()
+        home = -(len(steps) - 1)
+        if home % group.size:
+            dk_wide, dv_wide = rotate((dk_wide, dv_wide), group, hops=home).wait()
+        return dq.result(), dk_wide.to(k_dtype), dv_wide.to(v_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Any number of ranks and heads."""
+
+    name: str = "ring"
+
+    def sizes(self, heads: int, kv_heads: int) -> SizeCheck:
+        """Every size works."""
+        return lambda size: None
+
+    def prepare(self, info: SeqInfo, device: torch.device) -> RingPrepared | LocalPrepared:
+        """The steps without a window; those of windowed layers follow at their first use."""
+        if info.size == 1:
+            return Local().prepare(info, device)
+        prepared = RingPrepared(info, device)
+        prepared.steps(None)
+        return prepared
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prepared: RingPrepared | LocalPrepared,
+        *,
+        scale: float,
+        kernel: Kernel,
+        window: int | None = None,
+        sink: Tensor | None = None,
+        saved: Saved | None = None,
+    ) -> Tensor:
+        """See attention.Mixer."""
+        return core_attention(prepared, q, k, v, work=Work(kernel, scale, window), sink=sink, saved=saved)
+
+
+def _make_steps(info: SeqInfo, window: int | None, device: torch.device) -> tuple[tuple[Call, ...], ...]:
+    mine, rows = info.runs, info.num_local
+    if window is None:
+        lengths = torch.unique_consecutive(info.segment, return_counts=True)[1].tolist()
+        first: tuple[Call, ...] = (documents_call(lengths, device),)
+    else:
+        first = pair_calls(mine, mine, num_q=rows, num_k=rows, window=window, device=device, fresh=True)
+    steps = [first]
+    for step in range(1, _reach(info, window) + 1):
+        other = runs(info.indices[(info.rank - step) % info.size], info.cu_seqlens)
+        steps.append(pair_calls(mine, other, num_q=rows, num_k=rows, window=window, device=device, fresh=False))
+    return tuple(steps)
+
+
+def _reach(info: SeqInfo, window: int | None) -> int:
+    """How many ranks back the keys of any rank's queries lie at most. The same on every rank."""
+    if info.kind == "zigzag":
+        return info.size - 1
+    first_query = torch.arange(1, info.size) * info.num_local  # of each rank but 0; its later ones reach less far
+    cu = info.cu_seqlens.long()
+    first_key = cu[torch.bucketize(first_query, cu[1:], right=True)]
+    if window is not None:
+        first_key = torch.maximum(first_key, first_query - window + 1)
+    return int((torch.arange(1, info.size) - first_key // info.num_local).max())
