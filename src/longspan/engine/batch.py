@@ -98,7 +98,7 @@ def _field_spec(name: str, samples: Sequence[Sample], dtype: torch.dtype) -> Fie
 def _field(name: str, sample: Sample, spec: FieldSpec) -> Tensor:
     """[..., L] of one field; the default where a sample may lack it (only temperature)."""
     if name not in sample.fields:
-        return torch.full((*spec.shape, len(sample.input_ids)), spec.fill, dtype=spec.dtype)
+        return torch.full((*spec.prefix, len(sample.input_ids)), spec.fill, dtype=spec.dtype)
     return sample.fields[name].movedim(0, -1).to(spec.dtype)
 
 

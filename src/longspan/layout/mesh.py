@@ -161,12 +161,11 @@ class Mesh:
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """Axes dp and cp, and their flattened "fsdp". Collective at first use; only without tp and pp."""
+        """One axis "fsdp" over all dp x cp ranks: parameters are cut over it, so groups may form in any way. Collective at
+        first use; only without tp and pp."""
         if self.layout.tp * self.layout.pp > 1:
             raise UserError(f"layout {self.layout.name}: a device mesh of dp and cp needs tp=1 and pp=1")
-        mesh = init_device_mesh(self.device.type, (self.layout.dp, self.layout.cp), mesh_dim_names=("dp", "cp"))
-        mesh[("dp", "cp")]._flatten("fsdp")
-        return mesh
+        return init_device_mesh(self.device.type, (self.data_ranks,), mesh_dim_names=("fsdp",))
 
     @cached_property
     def all(self) -> CPGroup:

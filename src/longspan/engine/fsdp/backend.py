@@ -169,7 +169,7 @@ class FSDPBackend:
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor on the CPU, on every rank."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu()
+    return whole.detach().to("cpu", copy=True)  # a copy: on one rank the whole is the live shard
 
 
 def _make_value_head(adapter: Adapter, seed: int, dtype: torch.dtype) -> nn.Linear:
