@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from longspan.data.pack import FieldSpec
@@ -25,7 +26,7 @@ from longspan.models.images import MediaReader, media_reader
 from longspan.models.placeholders import MediaIds, match_spans, media_rows, mrope_positions
 from longspan.models.vision import MediaShard, place_rows
 
-__all__ = ["FAMILIES", "Qwen3VLAdapter"]
+__all__ = ["FAMILIES", "Qwen3VLAdapter", "qwen3_vl_media", "run_tower"]
 
 
 @dataclass(slots=True)
@@ -76,7 +77,8 @@ class Qwen3VLAdapter:
         embeds_TE = self.model.get_input_embeddings()(shard.fields["input_ids"])
         visual_mask, deepstack = None, None
         if media is not None:
-            features = self._encode(media, context)
+            out = run_tower(self.model.model.visual, media, context)
+            features = [out.pooler_output, *out.deepstack_features]
             placed, *deepstack = place_rows(torch.cat(features, 1), media).chunk(len(features), 1)
             embeds_TE = embeds_TE.index_copy(0, media.positions, placed.to(embeds_TE.dtype))
             visual_mask = (shard.fields["media_row"] >= 0)[None]
@@ -93,35 +95,34 @@ class Qwen3VLAdapter:
     def head(self) -> tuple[Tensor, Tensor | None, float | None]:
         return self.model.lm_head.weight, self.model.lm_head.bias, None
 
-    def _encode(self, media: MediaShard, context: Context) -> list[Tensor]:
-        """Pooled and DeepStack features [n, E] of this rank's images. Index tensors come from the CPU: no device sync."""
-        tower = self.model.model.visual
-        device = media.pixels.device
-        indices, weights = get_vision_interpolation_indices_and_weights(
-            media.grid,
-            num_grid_per_side=tower.num_grid_per_side,
-            mode=tower.interpolation_mode,
-            align_corners=tower.interpolation_align_corners,
-            spatial_merge_size=tower.spatial_merge_size,
+
+def run_tower(tower: PreTrainedModel, media: MediaShard, context: Context) -> BaseModelOutputWithPooling:
+    """A Qwen-VL tower on this rank's images: `pooler_output` [n, E]. Index tensors come from the CPU: no sync."""
+    device = media.pixels.device
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        media.grid,
+        num_grid_per_side=tower.num_grid_per_side,
+        mode=tower.interpolation_mode,
+        align_corners=tower.interpolation_align_corners,
+        spatial_merge_size=tower.spatial_merge_size,
+    )
+    lengths = (media.grid[:, 1] * media.grid[:, 2]).repeat_interleave(media.grid[:, 0])
+    cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    made = {
+        "interp_indices": indices,
+        "interp_weights": weights,
+        "position_ids": get_vision_position_ids(media.grid, tower.spatial_merge_size),
+        "cu_seqlens": cu_seqlens,
+    }
+    trained = any(parameter.requires_grad for parameter in tower.parameters())
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+        return tower(
+            media.pixels,  # the patch embedding casts to the weights' dtype
+            grid_thw=media.grid,
+            max_seqlen=int(lengths.max()),
+            longspan=context,
+            **{name: tensor.to(device, non_blocking=True) for name, tensor in made.items()},
         )
-        lengths = (media.grid[:, 1] * media.grid[:, 2]).repeat_interleave(media.grid[:, 0])
-        cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        made = {
-            "interp_indices": indices,
-            "interp_weights": weights,
-            "position_ids": get_vision_position_ids(media.grid, tower.spatial_merge_size),
-            "cu_seqlens": cu_seqlens,
-        }
-        trained = any(parameter.requires_grad for parameter in tower.parameters())
-        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-            out = tower(
-                media.pixels,  # the patch embedding casts to the weights' dtype
-                grid_thw=media.grid,
-                max_seqlen=int(lengths.max()),
-                longspan=context,
-                **{name: tensor.to(device, non_blocking=True) for name, tensor in made.items()},
-            )
-        return [out.pooler_output, *out.deepstack_features]
 
 
 def qwen3_vl_adapter(model: PreTrainedModel, folder: str | None) -> Qwen3VLAdapter:
