@@ -7,7 +7,7 @@ run folder alone.
 
 from longspan.observe.budget import budget_lines
 from longspan.observe.memory import peak_gib
-from longspan.observe.metrics import MetricsWriter, keep_until, read_jsonl
+from longspan.observe.metrics import MetricsWriter, append_jsonl, keep_until, read_jsonl
 from longspan.observe.phases import Phases
 from longspan.observe.progress import Progress
 from longspan.observe.provenance import provenance
@@ -17,6 +17,7 @@ __all__ = [
     "MetricsWriter",
     "Phases",
     "Progress",
+    "append_jsonl",
     "budget_lines",
     "keep_until",
     "peak_gib",

@@ -14,7 +14,7 @@ from typing import Any
 
 from longspan.observe.copies import Copy, open_copies
 
-__all__ = ["MetricsWriter", "keep_until", "read_jsonl"]
+__all__ = ["MetricsWriter", "append_jsonl", "keep_until", "read_jsonl"]
 
 
 class MetricsWriter:

@@ -2,6 +2,7 @@
 `check_start` checks those that need the engine and the task; nothing is rounded, dropped or discovered at the first
 step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,7 +12,7 @@ from longspan.objective import Objective
 from longspan.rl.advantage import ADVANTAGES
 from longspan.rl.schedule import Schedule
 
-__all__ = ["Grpo", "RunConfig", "Supervised", "check_start"]
+__all__ = ["Grpo", "Loss", "RunConfig", "Supervised", "check_start"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +36,44 @@ class RunConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """An objective that a command line can set. name: of longspan.objective's LOSSES. options: of that loss (clip=0.2).
+
+    kl: coefficient of KL to the frozen reference. entropy: of the entropy bonus.
+    """
+
+    name: str
+    options: Mapping[str, float] = field(default_factory=dict)
+    kl: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.objective()
+
+    def objective(self) -> Objective:
+        """The engine's form; raises UserError for a name or an option that does not exist."""
+        return Objective(self.name, kl=self.kl, kl_estimator=self.kl_estimator, entropy=self.entropy, **self.options)
+
+
+@dataclass(frozen=True, slots=True)
 class Supervised:
     """Training on given samples, one optimizer step a batch.
 
-    steps: optimizer steps. samples: samples a step. objective: loss terms. normalise: rule of the token weights.
-    optimizer: its lr is the schedule's peak. eval_every: steps between evaluations, 0 is none.
+    steps: optimizer steps. samples: samples a step. loss: loss terms. normalise: rule of the token weights.
+    optimizer: its lr is the schedule's peak.
     """
 
     steps: int
     samples: int
-    objective: Objective = field(default_factory=lambda: Objective("cross_entropy"))
+    loss: Loss = field(default_factory=lambda: Loss("cross_entropy"))
     normalise: str = "token"
     optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-3, clip_norm=1.0))
     schedule: Schedule = field(default_factory=Schedule)
-    eval_every: int = 0
 
     def __post_init__(self) -> None:
         _at_least("steps", self.steps, 1)
         _at_least("samples", self.samples, 1)
-        _at_least("eval_every", self.eval_every, 0)
         _within("schedule.warmup_steps", self.schedule.warmup_steps, "steps", self.steps)
 
 
@@ -64,7 +84,7 @@ class Grpo:
     steps: rounds of sampling. prompts: prompts a round. group_size: rollouts a prompt. mini_batch_prompts: prompts an
     optimizer step (their groups stay whole); None is all of a round. epochs: passes over a round.
     max_new_tokens: longest response. temperature: of sampling, and so of the policy that is trained.
-    advantage: rule within a group. objective: loss terms; kl= needs a frozen reference engine, which the loop builds.
+    advantage: rule within a group. loss: loss terms; kl needs a frozen reference engine, which the loop builds.
     old_logprob: "sampler" takes the log-probs recorded while sampling, "engine" recomputes them before the first
     update. gap_every: rounds between measurements of the log-prob gap (free with old_logprob="engine"); 0 is never.
     eval_every: rounds between evaluations, 0 is none. eval_samples: sampled responses a held-out prompt.
@@ -75,7 +95,7 @@ class Grpo:
     prompts: int
     group_size: int
     max_new_tokens: int
-    objective: Objective
+    loss: Loss
     mini_batch_prompts: int | None = None
     epochs: int = 1
     temperature: float = 1.0
@@ -103,7 +123,7 @@ class Grpo:
             _at_least(name, value, least)
         if self.group_size < 2:
             raise UserError(
-                f"group_size={self.group_size} leaves a rollout without a baseline: every advantage would be 0. Use 2 or more"
+                f"group_size={self.group_size} leaves a rollout without a baseline (all advantages 0). Use 2 or more"
             )
         if self.advantage not in ADVANTAGES:
             raise UserError(f"advantage={self.advantage!r} is not one of {tuple(ADVANTAGES)}")
@@ -113,11 +133,12 @@ class Grpo:
             raise UserError(
                 f"temperature={self.temperature} must be above 0: a greedy policy has no gradient to follow"
             )
-        mini = self.mini_batch_prompts
-        if mini is not None and (mini < 1 or self.prompts % mini):
+        mini = self.prompts if self.mini_batch_prompts is None else self.mini_batch_prompts
+        _at_least("mini_batch_prompts", mini, 1)
+        if self.prompts % mini:
             raise UserError(
-                f"prompts={self.prompts} must be a multiple of mini_batch_prompts={mini}: a round would end in a partial "
-                f"mini-batch of {self.prompts % mini if mini > 0 else 0} prompts. Use prompts={-(-self.prompts // max(1, mini)) * max(1, mini)}, "
+                f"prompts={self.prompts} must be a multiple of mini_batch_prompts={mini}, else a round ends in a "
+                f"partial mini-batch of {self.prompts % mini} prompts. Use prompts={-(-self.prompts // mini) * mini}, "
                 f"or a mini_batch_prompts that divides {self.prompts}"
             )
         _within("schedule.warmup_steps", self.schedule.warmup_steps, "optimizer steps", self.steps * self.updates)
@@ -136,9 +157,9 @@ def check_start(engine: EngineConfig, *, longest_prompt: int, max_new_tokens: in
     needed = longest_prompt + max_new_tokens - 1  # the last sampled token is a target only
     if needed > fits:
         raise UserError(
-            f"the longest sample has {needed} tokens (prompt {longest_prompt} + max_new_tokens {max_new_tokens} - 1), but a "
-            f"group holds max_tokens_per_rank={engine.max_tokens_per_rank} x cp={engine.layout.cp} = {fits}. Raise "
-            f"max_tokens_per_rank to {-(-needed // engine.layout.cp)} or more, raise cp, or lower max_new_tokens"
+            f"the longest sample has {needed} tokens (prompt {longest_prompt} + max_new_tokens {max_new_tokens} - 1), "
+            f"but a group holds max_tokens_per_rank={engine.max_tokens_per_rank} x cp={engine.layout.cp} = {fits}. "
+            f"Raise max_tokens_per_rank to {-(-needed // engine.layout.cp)} or more, raise cp, or lower max_new_tokens"
         )
 
 

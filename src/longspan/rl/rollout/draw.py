@@ -28,6 +28,10 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
         tokens = logits.argmax(-1)
     else:
         edges = logprobs.exp().cumsum(-1)
-        wanted = (uniform.to(logits.device) * edges[:, -1])[:, None]
-        tokens = torch.searchsorted(edges, wanted, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+        total = edges[:, -1:].contiguous()
+        last = torch.searchsorted(edges, total)[
+            :, 0
+        ]  # of the tokens with any probability, where rounding reaches total
+        wanted = uniform.to(logits.device)[:, None] * total
+        tokens = torch.minimum(torch.searchsorted(edges, wanted, right=True)[:, 0], last)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]

@@ -15,17 +15,19 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from longspan.data import Sample
-from longspan.engine import DTYPES, Engine
+from longspan.data import Image, Sample, Video
+from longspan.engine import Engine
+from longspan.engine.config import DTYPES
 from longspan.errors import UserError
-from longspan.models.loading import family_of, read_config
+from longspan.models.loading import auto_class, family_of, read_config
 from longspan.rl.rollout.draw import draw
 from longspan.rl.rollout.share import Sampling
 from longspan.rl.task import Prompt, Rollout
 
 __all__ = ["EmbeddedSampler"]
+
+MEDIA_INPUTS = ((Image, "pixel_values", "image_grid_thw"), (Video, "pixel_values_videos", "video_grid_thw"))
 
 
 class EmbeddedSampler:
@@ -33,7 +35,7 @@ class EmbeddedSampler:
 
     def __init__(self, engine: Engine, eos: Sequence[int]) -> None:
         config = read_config(engine.config.model)
-        auto = AutoModelForImageTextToText if family_of(config).vision else AutoModelForCausalLM
+        auto = auto_class(family_of(config))
         device, dtype = engine.mesh.device, DTYPES[engine.config.dtype]
         with torch.random.fork_rng(devices=[]):  # from_config draws weights: the run's random state must not notice
             model = auto.from_config(config, attn_implementation="sdpa", dtype=dtype)
@@ -48,7 +50,7 @@ class EmbeddedSampler:
         missing, extra = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
         if missing:
             raise UserError(
-                f"the sampler's model has {len(missing)} parameters the engine did not give: {missing[:3]}; it gave {extra[:3]}"
+                f"the engine gave no {missing[:3]} ({len(missing)} in all) to the sampler; it gave {extra[:3]}"
             )
         with torch.no_grad():
             for name, parameter in wanted.items():
@@ -100,6 +102,18 @@ class EmbeddedSampler:
             )  # text after media goes on from the largest of the three
         inputs = {"input_ids": ids, "position_ids": position, **self._media(prompts)}
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}, (after + 1).to(self.device)
+
+    def _media(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """Pixels [patches, C] and grids [n, 3] of all images, and of all videos, in prompt order."""
+        inputs = {}
+        for kind, pixel_name, grid_name in MEDIA_INPUTS:
+            items = [item for prompt in prompts for item in prompt.media if isinstance(item, kind)]
+            if items:
+                reader = self.adapter.reader
+                assert reader is not None, "sample_tensors refuses media for a model without a vision tower"
+                inputs[pixel_name] = torch.cat([reader.pixels(item) for item in items])
+                inputs[grid_name] = torch.tensor([reader.grid(item) for item in items])
+        return inputs
 
 
 def _rollouts(tokens: Tensor, logprobs: Tensor, eos: set[int]) -> list[Rollout]:

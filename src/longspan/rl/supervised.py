@@ -1,0 +1,42 @@
+"""Training on given samples: warm-up, SFT, or any policy loss on recorded trajectories. One optimizer step a batch.
+
+`batch(cursor, count)` gives the next samples and the names of their rows: a pure function of the data cursor, as in
+the GRPO loop.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from longspan.data import Sample
+from longspan.engine import Engine
+from longspan.observe import Progress
+from longspan.rl.config import Supervised
+from longspan.rl.run import Position, Run
+
+__all__ = ["supervised"]
+
+Batch = Callable[[int, int], tuple[Sequence[Sample], Sequence[str]]]  # (cursor, count) -> samples, row names
+
+
+def supervised(engine: Engine, batch: Batch, config: Supervised, run: Run, *, stage: str = "supervised") -> None:
+    """Run the stage from where it stands to its last step. Collective."""
+    position = run.start(stage)
+    if position is None:
+        return
+    objective, phases = config.loss.objective(), run.phases
+    with Progress(stage, config.steps, enabled=run.lead) as progress:
+        for step in range(position.step, config.steps):
+            with phases("data"):
+                samples, names = batch(position.consumed, config.samples)
+            with phases("update"):
+                factor = config.schedule.factor(step, config.steps)
+                settings = replace(config.optimizer, lr=config.optimizer.lr * factor)
+                numbers = engine.forward_backward(samples, objective, normalise=config.normalise)
+                numbers |= engine.optim_step(settings) | {"lr": settings.lr}
+            position = Position(stage, step + 1, position.consumed + config.samples)
+            numbers |= phases.take()
+            numbers["tok/per_s"] = sum(len(sample) for sample in samples) / numbers["time/update_s"]
+            run.record(position, numbers, [{"row": name} for name in names])
+            progress.show(step + 1, numbers)
+            if run.end_step(position, last=step + 1 == config.steps):
+                return
