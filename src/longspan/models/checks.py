@@ -19,7 +19,7 @@ __all__ = ["check_config", "check_modules", "check_tie", "unknown_architecture"]
 
 # Work on each token alone. Conv3d is the patch embedding of the vision towers: kernel = stride, one patch in, one out.
 PER_TOKEN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.Identity, nn.Conv3d, nn.SiLU, nn.GELU, nn.ReLU)
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 # Recompute their frequencies from the largest position they see, which differs between ranks.
 LIVE_ROPE = ("dynamic", "longrope")
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from longspan.errors import UserError
-from longspan.models import hf_text, qwen3_vl
+from longspan.models import hf_text, qwen3_5, qwen3_5_vl, qwen3_vl
 from longspan.models.adapter import Adapter, Family
 from longspan.models.attention_bridge import DECODER, register
 from longspan.models.checks import check_config, check_modules, check_tie, unknown_architecture
@@ -31,7 +31,12 @@ from longspan.models.tiny import tiny
 
 __all__ = ["FAMILIES", "adapt", "build_random", "load_model", "media_of", "read_config", "read_tokenizer"]
 
-FAMILIES: dict[str, Family] = {**hf_text.FAMILIES, **qwen3_vl.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **hf_text.FAMILIES,
+    **qwen3_vl.FAMILIES,
+    **qwen3_5.FAMILIES,
+    **qwen3_5_vl.FAMILIES,
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 

@@ -15,7 +15,10 @@ from transformers import (
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
     Qwen3VLConfig,
 )
 
@@ -96,12 +99,52 @@ def _qwen3_vl(
     return Qwen3VLConfig(text_config=text_config, vision_config=vision_config, **{**MEDIA_IDS, **own, **over})
 
 
+# Recurrent, full attention, recurrent; 2 key and 4 value heads of 8 and 16; half of a head of 16 is rotated.
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+HALF_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
+def _qwen3_5(**over: Any) -> PretrainedConfig:
+    own = {"rope_parameters": {**MROPE, **HALF_ROPE}, "architectures": ["Qwen3_5ForCausalLM"]}
+    return Qwen3_5TextConfig(**{**TEXT, **HYBRID, **own, "tie_word_embeddings": True, **over})
+
+
+def _qwen3_5_vl(
+    *, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **over: Any
+) -> PretrainedConfig:
+    own = {"tie_word_embeddings": True, "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    rope = {**MROPE, **HALF_ROPE}
+    text_config = {**TEXT, **HYBRID, "rope_parameters": rope, "tie_word_embeddings": True, **(text or {})}
+    vision_config = {**TOWER, **(vision or {})}
+    return Qwen3_5Config(text_config=text_config, vision_config=vision_config, **{**MEDIA_IDS, **own, **over})
+
+
+def _qwen3_next(**over: Any) -> PretrainedConfig:
+    """4 experts, 2 a token, and a shared one; the middle layer is dense."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+    own = {"shared_expert_intermediate_size": 16, "rope_parameters": dict(HALF_ROPE)}
+    named = {"tie_word_embeddings": False, "architectures": ["Qwen3NextForCausalLM"]}
+    return Qwen3NextConfig(**{**TEXT, **HYBRID, **experts, **own, **named, **over})
+
+
 TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_vl": _qwen3_5_vl,
+    "qwen3_next": _qwen3_next,
 }
 
 
