@@ -1,9 +1,8 @@
 """Makes the plan of a batch: every sample once, no micro-step over the token budget of a rank, all ranks busy.
 
-Static CP (this file): rows of `cp` ranks. As few micro-steps as first-fit decreasing finds, samples spread over their
-rows by cost (data/filling.py), rows of like cost put into the same micro-step, since a micro-step lasts as long as its
-slowest row. Dynamic CP (`Limits.sizes`): data/dynamic.py. The result depends on lengths, limits and cost only: it is
-the same on every rank.
+Static CP: all rows have `cp` ranks. Dynamic CP (`Limits.sizes`): a row has as many ranks as its samples need, or more
+where that shortens the makespan. Both come from data/schedule.py. The result depends on lengths, limits and cost only,
+so that every rank makes the same plan by itself.
 """
 
 from collections.abc import Sequence
@@ -11,8 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from longspan.data.cost import CostModel
-from longspan.data.dynamic import plan_dynamic
-from longspan.data.filling import Bins, fill, first_fit
 from longspan.data.plan import (
     Cost,
     IndexKind,
@@ -27,6 +24,7 @@ from longspan.data.plan import (
     row_tokens,
     step_times,
 )
+from longspan.data.schedule import Problem, schedule
 from longspan.errors import UserError
 
 __all__ = [
@@ -51,9 +49,7 @@ def make_plan(
     times = [_times(lengths, size, cost or default_cost) for size in sizes]
     weights = [[padded_length(length, size, limits.index) for length in lengths] for size in sizes]
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
-    if limits.sizes is not None:
-        return plan_dynamic(order, limits, weights=weights, times=times, step_cost=step_cost)
-    return _plan_static(order, limits, weights=weights[0], times=times[0], step_cost=step_cost)
+    return schedule(Problem(limits, order, weights, times, step_cost))
 
 
 def _times(lengths: Sequence[int], size: int, cost: Cost) -> list[float]:
@@ -81,69 +77,3 @@ def _check_fit(lengths: Sequence[int], limits: Limits) -> None:
         f"(max_tokens_per_rank) times cp={size} is {limits.budget * size}. Raise the budget to at least {need}, "
         "raise cp, or cut the sample."
     )
-
-
-def _plan_static(order: list[int], limits: Limits, *, weights: list[int], times: list[float], step_cost: float) -> Plan:
-    groups, capacity = limits.num_ranks // limits.cp, limits.capacity(limits.cp)
-    candidates: list[list[list[int]]] = []
-    count = _round_up(-(-sum(weights) // capacity), groups)
-    rows = _balanced(order, count, limits, weights=weights, times=times)
-    if rows is None:
-        rows = first_fit(order, weights, capacity)
-        count = _round_up(len(rows), groups)
-        candidates.append(_split(rows, count, times))
-        rows = _balanced(order, count, limits, weights=weights, times=times)
-    while rows is None:
-        count += groups * max(1, count // groups // 100)
-        rows = _balanced(order, count, limits, weights=weights, times=times)
-    candidates.append(rows)
-    plans = [_stack(rows, limits, times) for rows in candidates]
-    best = min(plans, key=lambda item: item[0] + step_cost * len(item[1].micro_steps))
-    return best[1]
-
-
-def _balanced(
-    order: list[int], count: int, limits: Limits, *, weights: list[int], times: list[float]
-) -> list[list[int]] | None:
-    bins = Bins.empty(limits.cp, limits.capacity(limits.cp), count)
-    failed = fill(order, [bins], weights=[weights], times=[times], smallest=[])
-    return bins.contents if failed is None else None
-
-
-def _split(rows: list[list[int]], count: int, times: list[float]) -> list[list[int]]:
-    """Cuts the costliest rows of several samples until there are `count`, as far as there are samples."""
-    rows = [list(row) for row in rows]
-    while len(rows) < count:
-        row = max((row for row in rows if len(row) > 1), key=lambda row: sum(times[i] for i in row), default=None)
-        if row is None:
-            break
-        halves: tuple[list[int], list[int]] = ([], [])
-        heights = [0.0, 0.0]
-        for i in sorted(row, key=lambda i: (-times[i], i)):
-            side = 0 if heights[0] <= heights[1] else 1
-            halves[side].append(i)
-            heights[side] += times[i]
-        if not halves[1]:
-            halves[1].append(halves[0].pop())
-        row[:] = halves[0]
-        rows.append(halves[1])
-    return rows
-
-
-def _stack(rows: list[list[int]], limits: Limits, times: list[float]) -> tuple[float, Plan]:
-    """Rows of like cost into the same micro-step; gives its makespan too."""
-    groups = limits.num_ranks // limits.cp
-    heights = [sum(times[i] for i in row) for row in rows]
-    ranked = sorted(range(len(rows)), key=lambda number: (-heights[number], number))
-    steps: list[tuple[Row, ...]] = []
-    total = 0.0
-    for first in range(0, len(ranked), groups):
-        chosen: list[tuple[int, ...]] = [tuple(sorted(rows[number])) for number in ranked[first : first + groups]]
-        chosen += [()] * (groups - len(chosen))
-        steps.append(tuple(Row(samples, start=k * limits.cp, size=limits.cp) for k, samples in enumerate(chosen)))
-        total += heights[ranked[first]]
-    return total, Plan(tuple(steps), limits.num_ranks)
-
-
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

@@ -1,0 +1,259 @@
+"""The scheduler behind both kinds of plan: rows of ranks x time, stacked into micro-steps.
+
+For a threshold D every sample takes the smallest CP size at which it fits its ranks' budget and ends within D. That
+fixes how many rows of each size are needed; the samples are spread over them (data/filling.py), and rows of like time
+share a micro-step (first-fit decreasing height, as in strip packing: width = ranks, height = time). A low D means more
+CP, which costs communication but evens the micro-steps out; a high D means long micro-steps that only long rows fill.
+A few D are tried, from high to low, and the shortest makespan wins; ties go to less CP. Then each micro-step is
+touched up (data/touch_up.py). With one size (static CP), D only sets the number of rows.
+
+A heuristic: benchmarks/planner.py and docs/planning.md state how far it is from the bound and from the exact optimum.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from longspan.data.filling import Bins, fill, first_fit
+from longspan.data.plan import Limits, Plan, Row
+from longspan.data.touch_up import OpenRow, Steps, even_out, polish
+
+SAMPLES_TRIED = 60_000  # thresholds tried = this / samples, within 2..24: 10,000 samples stay under 1 s on one core
+EVEN = 1.05  # a sample this much taller than an even micro-step gets a micro-step of its own height
+CLOSE = 1.002  # of the lower bound: good enough to stop
+POLISHED = 4000  # samples of a batch up to which micro-steps exchange samples
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Samples as numbers: for each CP size k, what they take."""
+
+    limits: Limits
+    order: list[int]  # samples, longest first
+    weights: list[list[int]]  # [k][i] tokens, pads included
+    times: list[list[float]]  # [k][i]
+    step_cost: float
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.limits.all_sizes
+
+    @property
+    def capacities(self) -> list[int]:
+        return [self.limits.capacity(size) for size in self.sizes]
+
+
+def schedule(problem: Problem) -> Plan:
+    """The best of a few thresholds."""
+    weights, times = np.asarray(problem.weights), np.asarray(problem.times)
+    fits = weights <= np.asarray(problem.capacities)[:, None]
+    works = np.where(fits, times * np.asarray(problem.sizes)[:, None], np.inf)
+    bound = math.fsum(works.min(axis=0).tolist()) / problem.limits.num_ranks
+    bound = max(bound, float(np.where(fits, times, np.inf).min(axis=0).max()))
+    best: Steps | None = None
+    best_time = math.inf
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for threshold in _thresholds(problem, works, fits):
+        chosen = _choose(times, fits, threshold).tolist()
+        counts = _counts(problem, chosen, threshold)
+        if (key := (tuple(chosen), tuple(counts))) in seen:
+            continue
+        seen.add(key)
+        candidates = _candidates(problem, chosen, counts)
+        if len(problem.order) <= POLISHED:
+            candidates.append(_stacks(problem, chosen))
+        for steps in candidates:
+            time = total_time(steps, problem.step_cost)
+            if time < best_time * (1 - 1e-9):
+                best, best_time = steps, time
+        if best_time <= CLOSE * bound + problem.step_cost * len(best or ()):
+            break
+    assert best is not None
+    if len(problem.order) <= POLISHED:
+        polish(best, problem.weights, problem.times, problem.limits)
+    return _plan(best, problem.limits)
+
+
+def total_time(steps: Steps, step_cost: float) -> float:
+    return sum(max(row.height for row in rows) for rows in steps) + step_cost * len(steps)
+
+
+def _thresholds(problem: Problem, works: np.ndarray, fits: np.ndarray) -> list[float]:
+    """From the height of the tallest sample at its smallest size down to a fraction of an even micro-step."""
+    limits, columns = problem.limits, np.arange(fits.shape[1])
+    least = fits.argmax(axis=0)
+    times, weights = np.asarray(problem.times), np.asarray(problem.weights)
+    tallest = float(times[least, columns].max())
+    work = math.fsum(works[least, columns].tolist()) / limits.num_ranks
+    tokens = int(weights[least, columns].sum())
+    steps = max(1, -(-tokens // (limits.budget * limits.num_ranks)))
+    count = min(24, max(2, SAMPLES_TRIED // len(problem.order)))
+    even = [work / number for number in range(steps, steps + 1 + count // 3)]
+    low = min(work / steps / 2, tallest)
+    grid = [tallest * (low / tallest) ** (step / count) for step in range(count + 1)] if low > 0 else [tallest]
+    return sorted({*grid, *even}, reverse=True)
+
+
+def _choose(times: np.ndarray, fits: np.ndarray, threshold: float) -> np.ndarray:
+    """The smallest size that fits and ends within the threshold; the fastest where none does."""
+    within = fits & (times <= threshold * (1 + 1e-9))
+    fastest = np.where(fits, times, np.inf).argmin(axis=0)
+    return np.where(within.any(axis=0), within.argmax(axis=0), fastest)
+
+
+def _counts(problem: Problem, chosen: Sequence[int], threshold: float) -> list[int]:
+    """Rows of each size: enough for tokens and time; ranks left over become rows of the smallest size."""
+    num_sizes = len(problem.sizes)
+    tokens, heights, large, samples = [0] * num_sizes, [0.0] * num_sizes, [0] * num_sizes, [0] * num_sizes
+    weights, times, capacities = problem.weights, problem.times, problem.capacities
+    for i in problem.order:
+        k = chosen[i]
+        weight = weights[k][i]
+        tokens[k] += weight
+        heights[k] += times[k][i]
+        large[k] += 2 * weight > capacities[k]  # no two of them share a row
+        samples[k] += 1
+    counts = [
+        min(samples[k], max(-(-tokens[k] // capacities[k]), large[k], math.ceil(heights[k] / threshold - 1e-6)))
+        for k in range(num_sizes)
+    ]
+    return _fill_ranks(problem, counts, samples[0])
+
+
+def _fill_ranks(problem: Problem, counts: list[int], samples: int) -> list[int]:
+    """Adds rows of the smallest size until the micro-steps are full."""
+    width = sum(count * size for count, size in zip(counts, problem.sizes, strict=True))
+    idle = -width % problem.limits.num_ranks // problem.sizes[0]
+    return [min(max(samples, counts[0]), counts[0] + idle), *counts[1:]]
+
+
+def _candidates(problem: Problem, chosen: list[int], counts: list[int]) -> list[Steps]:
+    """Samples spread over so many rows (or the next number that holds them); for one size also first-fit decreasing."""
+    samples = sum(chosen[i] == 0 for i in problem.order)
+    result: list[Steps] = []
+    for _ in range(3):
+        kinds = [
+            Bins.empty(count, capacity, weights=weights, times=times)
+            for count, capacity, weights, times in zip(
+                counts, problem.capacities, problem.weights, problem.times, strict=True
+            )
+        ]
+        fill(problem.order, kinds, chosen)
+        rows = [
+            OpenRow(samples, size, height)
+            for size, bins in zip(problem.sizes, kinds, strict=True)
+            for samples, height in zip(bins.contents, bins.heights, strict=True)
+            if samples
+        ]
+        result = [_shelves(rows, problem)]
+        opened = [len(bins.contents) for bins in kinds]
+        if opened == counts:
+            return result
+        counts = _fill_ranks(problem, opened, samples)
+    if len(problem.sizes) == 1:  # too tight for spreading by cost: fewest tokens lost counts more
+        times, size = problem.times[0], problem.sizes[0]
+        bins = first_fit(problem.order, problem.weights[0], problem.capacities[0])
+        result.append(_shelves([OpenRow(row, size, sum(times[i] for i in row)) for row in bins], problem))
+    return result
+
+
+def _shelves(rows: Sequence[OpenRow], problem: Problem) -> Steps:
+    """First-fit decreasing height: each row into the first micro-step with enough free ranks; then touched up."""
+    steps: Steps = []
+    free: list[int] = []
+    first = dict.fromkeys(problem.sizes, 0)  # steps before it have fewer free ranks than the size
+    for row in sorted(rows, key=lambda row: (-row.height, -row.size, row.samples[0])):
+        number = first[row.size]
+        while number < len(steps) and free[number] < row.size:
+            number += 1
+        first[row.size] = number
+        if number == len(steps):
+            steps.append([])
+            free.append(problem.limits.num_ranks)
+        steps[number].append(row)
+        free[number] -= row.size
+    for step in steps:
+        even_out(step, problem.weights, problem.times, problem.limits)
+    return steps
+
+
+def _stacks(problem: Problem, chosen: list[int]) -> Steps:
+    """While one sample is taller than an even micro-step: a micro-step as tall as it, filled with the tallest samples
+    that still end in time. The rest is spread evenly.
+
+    Better than spreading alone where few micro-steps hold samples of very different cost a token.
+    """
+    sizes, weights, times, capacities = problem.sizes, problem.weights, problem.times, problem.capacities
+    ranks = problem.limits.num_ranks
+    left = sorted(problem.order, key=lambda i: (-times[chosen[i]][i], i))
+    steps: Steps = []
+    while left:
+        tokens = sum(weights[chosen[i]][i] for i in left)
+        work = math.fsum(times[chosen[i]][i] * sizes[chosen[i]] for i in left)
+        number = -(-tokens // (problem.limits.budget * ranks))
+        even = work / ranks / number
+        if times[chosen[left[0]]][left[0]] <= EVEN * even:
+            rest = set(left)
+            part = replace(problem, order=[i for i in problem.order if i in rest])
+            counts = _counts(part, chosen, even)
+            return steps + min(
+                _candidates(part, chosen, counts), key=lambda steps: total_time(steps, problem.step_cost)
+            )
+        limit = times[chosen[left[0]]][left[0]] * (1 + 1e-9)
+        free = problem.limits.num_ranks
+        rows: list[list[OpenRow]] = [[] for _ in sizes]
+        rooms: list[list[int]] = [[] for _ in sizes]
+        later: list[int] = []
+        for i in left:
+            k = chosen[i]
+            if free >= sizes[k]:
+                rows[k].append(OpenRow([i], sizes[k], times[k][i]))
+                rooms[k].append(capacities[k] - weights[k][i])
+                free -= sizes[k]
+                continue
+            best, best_height = None, -1.0
+            for j in range(k, len(sizes)):
+                for number, row in enumerate(rows[j]):
+                    if best_height < row.height <= limit - times[j][i] and rooms[j][number] >= weights[j][i]:
+                        best, best_height = (j, number), row.height
+                if best is not None:
+                    break
+            if best is None:
+                later.append(i)
+                continue
+            j, number = best
+            rows[j][number].samples.append(i)
+            rows[j][number].height += times[j][i]
+            rooms[j][number] -= weights[j][i]
+        steps.append([row for kind in rows for row in kind])
+        even_out(steps[-1], weights, times, problem.limits)
+        left = later
+    return steps
+
+
+def _plan(steps: Steps, limits: Limits) -> Plan:
+    """Ranks for the rows: large groups first, so that powers of two start at multiples of themselves.
+
+    Among groups of one size the row that costs most goes to the ranks that have done least. Idle ranks run inert rows.
+    """
+    done = [0.0] * limits.num_ranks
+    result: list[tuple[Row, ...]] = []
+    unit = limits.all_sizes[0]
+    for rows in sorted(steps, key=lambda rows: -max(row.height for row in rows)):
+        idle = (limits.num_ranks - sum(row.size for row in rows)) // unit
+        everything = [*rows, *(OpenRow([], unit, 0.0) for _ in range(idle))]
+        placed: list[Row] = []
+        start = 0
+        for size in sorted({row.size for row in everything}, reverse=True):
+            mine = sorted((row for row in everything if row.size == size), key=lambda row: (-row.height, row.samples))
+            starts = [start + k * size for k in range(len(mine))]
+            starts.sort(key=lambda first: (max(done[first : first + size]), first))
+            for row, first in zip(mine, starts, strict=True):
+                placed.append(Row(tuple(sorted(row.samples)), start=first, size=size))
+                for rank in range(first, first + size):
+                    done[rank] += row.height
+            start += size * len(mine)
+        result.append(tuple(sorted(placed, key=lambda row: row.start)))
+    return Plan(tuple(result), limits.num_ranks)

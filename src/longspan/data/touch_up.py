@@ -1,0 +1,140 @@
+"""Touches up the micro-steps of a schedule, in place; the makespan never grows.
+
+`even_out` works within a micro-step: rows give up CP that does not shorten it; idle ranks take samples of crowded
+rows, or widen the slowest row. `polish` works between micro-steps: the slowest row of one gives samples to rows of
+others that have time and tokens to spare.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longspan.data.plan import Limits
+
+Weights = Sequence[Sequence[int]]  # [size number][sample] tokens
+Times = Sequence[Sequence[float]]  # [size number][sample]
+
+
+@dataclass(slots=True)
+class OpenRow:
+    """A row that may still change."""
+
+    samples: list[int]
+    size: int
+    height: float  # its time
+
+
+Steps = list[list[OpenRow]]
+
+
+def even_out(rows: list[OpenRow], weights: Weights, times: Times, limits: Limits) -> None:
+    """Within one micro-step."""
+    limit = max(row.height for row in rows)
+    for row in rows:
+        _narrow(row, limit, weights, times, limits)
+    idle = limits.num_ranks - sum(row.size for row in rows)
+    while idle > 0:
+        used = _split(rows, idle, weights, times, limits) or _widen(rows, idle, weights, times, limits)
+        if not used:
+            return
+        idle -= used
+
+
+def _narrow(row: OpenRow, limit: float, weights: Weights, times: Times, limits: Limits) -> None:
+    """The smallest size that holds the row and keeps it within the step."""
+    for k, size in enumerate(limits.all_sizes):
+        if size >= row.size:
+            return
+        if sum(weights[k][i] for i in row.samples) > limits.capacity(size):
+            continue
+        height = sum(times[k][i] for i in row.samples)
+        if height <= limit:
+            row.size, row.height = size, height
+            return
+
+
+def _split(rows: list[OpenRow], idle: int, weights: Weights, times: Times, limits: Limits) -> int:
+    """The slowest row that can gives the smaller half of its time to a new row of the smallest size."""
+    size, room = limits.all_sizes[0], limits.capacity(limits.all_sizes[0])
+    if idle < size:
+        return 0
+    limit = max(row.height for row in rows)
+    for row in sorted(rows, key=lambda row: (-row.height, row.samples)):
+        if len(row.samples) < 2:
+            continue
+        k = limits.all_sizes.index(row.size)
+        given: list[int] = []
+        height, tokens, left = 0.0, 0, row.height
+        for i in sorted(row.samples, key=lambda i: (times[0][i], i))[:-1]:
+            rest = left - times[k][i]
+            if tokens + weights[0][i] > room or height + times[0][i] > (limit if not given else rest):
+                break
+            given.append(i)
+            height, tokens, left = height + times[0][i], tokens + weights[0][i], rest
+        if given:
+            away = set(given)
+            row.samples = [i for i in row.samples if i not in away]
+            row.height = sum(times[k][i] for i in row.samples)
+            rows.append(OpenRow(given, size, height))
+            return size
+    return 0
+
+
+def _widen(rows: list[OpenRow], idle: int, weights: Weights, times: Times, limits: Limits) -> int:
+    """The slowest row takes idle ranks, if that makes the micro-step shorter."""
+    row = max(rows, key=lambda row: row.height)
+    others = max((other.height for other in rows if other is not row), default=0.0)
+    if others >= row.height:
+        return 0
+    for k, size in enumerate(limits.all_sizes):
+        if not row.size < size <= row.size + idle:
+            continue
+        height = sum(times[k][i] for i in row.samples)
+        if height < row.height and sum(weights[k][i] for i in row.samples) <= limits.capacity(size):
+            used = size - row.size
+            row.size, row.height = size, height
+            return used
+    return 0
+
+
+def polish(steps: Steps, weights: Weights, times: Times, limits: Limits) -> None:
+    """Between micro-steps, until nothing moves (at most four rounds)."""
+    for _ in range(4):
+        if sum(_relieve(number, steps, weights, times, limits) for number in range(len(steps))) == 0:
+            return
+
+
+def _relieve(number: int, steps: Steps, weights: Weights, times: Times, limits: Limits) -> bool:
+    """Moves samples out of the slowest row of a micro-step while that shortens it."""
+    moved = False
+    while True:
+        rows = steps[number]
+        row = max(rows, key=lambda row: row.height)
+        rest = max((other.height for other in rows if other is not row), default=0.0)
+        if len(row.samples) < 2 or rest >= row.height * (1 - 1e-9):
+            return moved
+        k = limits.all_sizes.index(row.size)
+        if not _give(row, k, number, steps, weights, times, limits):
+            return moved
+        moved = True
+
+
+def _give(row: OpenRow, k: int, number: int, steps: Steps, weights: Weights, times: Times, limits: Limits) -> bool:
+    capacities = [limits.capacity(size) for size in limits.all_sizes]
+    positions = {size: j for j, size in enumerate(limits.all_sizes)}
+    for i in sorted(row.samples, key=lambda i: (-times[k][i], i)):
+        for other_number, rows in enumerate(steps):
+            if other_number == number:
+                continue
+            limit = max(other.height for other in rows)
+            for other in rows:
+                j = positions[other.size]
+                if other.height + times[j][i] > limit:
+                    continue
+                if weights[j][i] + sum(weights[j][o] for o in other.samples) > capacities[j]:
+                    continue
+                row.samples.remove(i)
+                row.height = sum(times[k][o] for o in row.samples)
+                other.samples.append(i)
+                other.height += times[j][i]
+                return True
+    return False
