@@ -7,6 +7,9 @@ are 64-bit: 14,135 rows of 151,936 already pass 2^31. Top-k entries (few) are ga
 importer of triton.
 """
 
+# pyright: reportMissingImports=false, reportIndexIssue=false
+# triton comes with torch's CUDA builds only, and its launch grid is a subscript on the function
+
 import torch
 import triton
 import triton.language as tl
@@ -107,7 +110,7 @@ def row_stats(z: Tensor, rows: Rows, into: RowStats) -> None:
     )
     if into.topk_logprob is not None and rows.topk_ids is not None:
         chosen = tempered(z.gather(1, rows.topk_ids), rows)
-        into.topk_logprob.copy_(chosen - into.shift[:, None] - into.log_sum[:, None])
+        into.topk_logprob.copy_((chosen - into.shift[:, None] - into.log_sum[:, None]).clamp_(max=0))
 
 
 def logits_gradient(z: Tensor, rows: Rows, stats: RowStats, *, grads: RowGrads, out: Tensor) -> None:
@@ -117,10 +120,10 @@ def logits_gradient(z: Tensor, rows: Rows, stats: RowStats, *, grads: RowGrads, 
     zero = torch.zeros_like(stats.logprob)
     on_target = zero if grads.logprob is None else grads.logprob
     pulled = on_target
-    scattered = None
+    chosen = None
     if grads.topk_logprob is not None and rows.topk_ids is not None:
         pulled = pulled + grads.topk_logprob.sum(1)
-        scattered = untempered_(grads.topk_logprob.clone(), z.gather(1, rows.topk_ids), rows)
+        chosen = _chosen_gradient(z.gather(1, rows.topk_ids), rows, stats, grads=grads, pulled=pulled)
     block = _block(z.shape[1], GRADIENT_BLOCK)
     _gradient_kernel[(z.shape[0], triton.cdiv(z.shape[1], block))](
         z,
@@ -143,8 +146,26 @@ def logits_gradient(z: Tensor, rows: Rows, stats: RowStats, *, grads: RowGrads, 
         BLOCK=block,
         num_warps=WARPS,
     )
-    if scattered is not None and rows.topk_ids is not None:
-        out.scatter_add_(1, rows.topk_ids, scattered.to(out.dtype))
+    if chosen is not None and rows.topk_ids is not None:
+        out.scatter_(1, rows.topk_ids, chosen.to(out.dtype))
+
+
+def _chosen_gradient(z: Tensor, rows: Rows, stats: RowStats, *, grads: RowGrads, pulled: Tensor) -> Tensor:
+    """The whole gradient at the top-k entries, raw logits z [C, K], in fp32: q_k - p_k must not be rounded apart.
+
+    An id that a row names twice gets the sum in both places.
+    """
+    assert grads.topk_logprob is not None and rows.topk_ids is not None
+    ids = rows.topk_ids
+    log_p = tempered(z, rows) - stats.shift[:, None] - stats.log_sum[:, None]
+    pull = pulled[:, None].expand_as(log_p)
+    if grads.entropy is not None:
+        pull = pull + grads.entropy[:, None] * (log_p + stats.entropy[:, None])
+    same = (ids[:, :, None] == ids[:, None, :]).to(z.dtype)  # [C, K, K]
+    d = (same * grads.topk_logprob[:, None, :]).sum(2) - torch.exp(log_p) * pull
+    if grads.logprob is not None:
+        d = d + torch.where(ids == rows.targets[:, None], grads.logprob[:, None], 0.0)
+    return untempered_(d, z, rows)
 
 
 def _block(vocab: int, largest: int) -> int:

@@ -171,7 +171,9 @@ def _outside(log_ratio: Tensor, advantage: Tensor, *, low: float, high: float) -
 def _clipped_surrogate(log_ratio: Tensor, advantage: Tensor, *, low: float, high: float) -> Tensor:
     """-min(r A, clip(r, low, high) A). The clipped side is chosen before exp: 0 * inf never enters the gradient."""
     outside = _outside(log_ratio, advantage, low=low, high=high)
-    bound = torch.where(advantage > 0, torch.full_like(advantage, high), torch.full_like(advantage, low))  # two floats would give fp32
+    bound = torch.where(
+        advantage > 0, torch.full_like(advantage, high), torch.full_like(advantage, low)
+    )  # two floats would give fp32
     ratio = torch.exp(torch.where(outside, 0.0, log_ratio))
     return -torch.where(outside, bound * advantage, ratio * advantage)
 
