@@ -1,7 +1,9 @@
-"""Packed rows through an adapter equal plain transformers, one unpacked sample at a time: hidden states and every gradient, fp64.
+"""Packed rows through an adapter equal plain transformers, one unpacked sample at a time: hidden states and every
+gradient, fp64.
 
-One process, no ranks (`CPGroup.alone`). The oracle is HF's own forward with a plain softmax attention in the inputs' dtype.
-Planted faults must be caught. HF's norms and RoPE compute in fp32; the errors measured here are below 1e-13 all the same.
+One process, no ranks (`CPGroup.alone`). The oracle is HF's own forward with a plain softmax attention in the
+inputs' dtype. Planted faults must be caught. HF's norms and RoPE compute in fp32; the errors measured here are
+below 1e-13 all the same.
 """
 
 import dataclasses
@@ -17,13 +19,13 @@ from longspan.data.media import Image, Video
 from longspan.data.pack import FieldSpec, pack
 from longspan.data.plan import Row
 from longspan.data.sample import Sample
-from longspan.errors import UserError
 from longspan.layout import CPGroup, shard
-from longspan.mixers.local import Local
+from longspan.mixers.attention import AttentionCache
+from longspan.mixers.kernels import Kernel
 from longspan.mixers.kernels.choose import choose_kernel
+from longspan.mixers.local import Local
 from longspan.models import Adapter, Context, load_model, media_shard, offset_media_rows, plan_media
-from longspan.models.attention_bridge import DECODER, VISION
-from longspan.models.loading import adapt, build_random
+from longspan.models.loading import build_random
 from longspan.models.tiny import IMAGE_ID, VIDEO_ID, VISION_END_ID, VISION_START_ID, tiny
 from longspan.parity.oracle_attention import use_plain_attention
 
@@ -64,7 +66,13 @@ TEXT_SAMPLES = [text_sample(length, seed) for seed, length in enumerate((13, 1, 
 
 
 def packed(
-    adapter: Adapter, samples: Sequence[Sample], *, fault: str = "", any_media: bool | None = None
+    adapter: Adapter,
+    samples: Sequence[Sample],
+    *,
+    fault: str = "",
+    any_media: bool | None = None,
+    kernel: Kernel | None = None,
+    selective: bool = False,
 ) -> list[Tensor]:
     """Hidden states [L, E] of each sample from one packed row on one rank."""
     tensors = [adapter.sample_tensors(s) | {"input_ids": s.input_ids} for s in samples]
@@ -90,7 +98,8 @@ def packed(
         info=piece.info,
         mixer=mixer,
         prepared=mixer.prepare(piece.info, CPU),
-        kernel=choose_kernel(CPU, torch.float64, adapter.head_dim),
+        kernel=kernel or choose_kernel(CPU, torch.float64, adapter.head_dim),
+        cache=AttentionCache() if selective else None,
     )
     hidden = adapter.hidden(piece, media, context)
     bounds = [0, *accumulate(len(s) for s in samples)]
@@ -122,9 +131,11 @@ def loss_of(hidden: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def errors(family: str, samples: Sequence[Sample], **how: object) -> tuple[float, float]:
+def errors(family: str, samples: Sequence[Sample], *, share: bool = False, **how: object) -> tuple[float, float]:
     """Worst hidden-state error and worst relative gradient error over all parameters."""
     adapter, _ = load_model(f"tiny:{family}", torch.float64, seed=3)
+    if share:
+        adapter.reader = dataclasses.replace(adapter.reader, share=True)
     oracle = build_random(tiny(family), torch.float64, seed=3)
     use_plain_attention(oracle)
     expected = [plain(oracle, adapter, sample) for sample in samples]
@@ -172,3 +183,94 @@ def test_planted_faults_are_caught(fault):
 def test_planted_fault_in_text_is_caught():
     hidden, gradient = errors("mistral", TEXT_SAMPLES, fault="boundary dropped")
     assert hidden > 1e-3 and gradient > 1e-3
+
+
+def test_a_sampled_placeholder_takes_its_text_embedding():
+    """G7: an image id and a run of 4 that the policy sampled equal the plain embedding path and stay in the loss."""
+    adapter, _ = load_model("tiny:qwen3_vl", torch.float64, seed=3)
+    oracle = build_random(tiny("qwen3_vl"), torch.float64, seed=3)
+    use_plain_attention(oracle)
+    sampled = [5, IMAGE_ID, 7, *[IMAGE_ID] * 4, 8]
+    answer = Sample([1, 2, *sampled], [2, *sampled, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1, 0])
+    got = packed(adapter, [VL_SAMPLES[0], answer])
+    expected = [plain(oracle, adapter, VL_SAMPLES[0]), _embedding_path(oracle, answer.input_ids)]
+    loss_of(got).backward()
+    loss_of(expected).backward()
+    for a, b in zip(got, expected, strict=True):
+        assert (a - b).abs().max() < TOLERANCE
+    made, wanted = (m.get_input_embeddings().weight.grad[IMAGE_ID] for m in (adapter.model, oracle))
+    assert wanted.norm() > 0.1 and (made - wanted).norm() < TOLERANCE * wanted.norm()
+
+
+def _embedding_path(oracle: torch.nn.Module, ids: Tensor) -> Tensor:
+    embeds = oracle.get_input_embeddings()(ids)[None]
+    return oracle.model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state[0].T
+
+
+def test_dummy_image_changes_nothing():
+    """G12: a row without media runs one inert merge unit when another row has some; the tower's gradient is zero."""
+    adapter, _ = load_model("tiny:qwen3_vl", torch.float64, seed=3)
+    expected = packed(adapter, TEXT_SAMPLES, any_media=False)
+    got = packed(adapter, TEXT_SAMPLES, any_media=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    loss_of(got).backward()
+    for name, p in adapter.model.model.visual.named_parameters():
+        assert p.grad is not None, name  # the backward ran, as its collectives need
+        assert not p.grad.any(), name
+
+
+def test_shared_images_get_the_sum_of_their_gradients():
+    """The same picture in two samples is encoded once; its gradient is that of encoding it twice."""
+    twice = [vl_sample(3, ("image", 16, 16), 2, seed=5), vl_sample(1, ("image", 16, 16), 4, seed=5)]
+    twice[1] = Sample(
+        twice[1].input_ids, twice[1].target_ids, twice[1].mask, media=[Image(twice[0].media[0].source.copy())]
+    )
+    hidden, gradient = errors("qwen3_vl", twice)
+    assert hidden < TOLERANCE and gradient < TOLERANCE
+    hidden, gradient = errors("qwen3_vl", twice, share=True)
+    print(f"shared image: gradient {gradient:.1e}")
+    assert hidden < TOLERANCE and gradient < 1e-7  # the tower's RoPE rounds to fp32 (unit roundoff 6e-8) in backward
+
+
+@pytest.mark.parametrize("trained", ["nothing", "merger"])
+def test_frozen_towers(trained):
+    """A frozen tower keeps no graph; a trained merger behind it still gets its gradient."""
+    adapter, _ = load_model("tiny:qwen3_vl", torch.float64, seed=3)
+    whole, _ = load_model("tiny:qwen3_vl", torch.float64, seed=3)
+    kept = adapter.parts()["merger"] if trained == "merger" else ()
+    for name, p in adapter.model.model.visual.named_parameters():
+        p.requires_grad_(any(f"model.visual.{name}".startswith(prefix) for prefix in kept))
+    loss_of(packed(adapter, VL_SAMPLES)).backward()
+    loss_of(packed(whole, VL_SAMPLES)).backward()
+    for (name, p), q in zip(adapter.model.named_parameters(), whole.model.parameters(), strict=True):
+        assert (p.grad is None) == (not p.requires_grad), name
+        assert p.grad is None or torch.equal(p.grad, q.grad), name
+
+
+def test_selective_recomputation_attends_once():
+    """Recomputed layers, tower included, take attention from the cache: same gradient, no second kernel call."""
+    runs = []
+    for selective in (False, True):
+        adapter, _ = load_model("tiny:qwen3_vl", torch.float64, seed=3)
+        if selective:
+            adapter.model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        adapter.model.train()
+        kernel = Counting(choose_kernel(CPU, torch.float64, adapter.head_dim))
+        loss_of(packed(adapter, VL_SAMPLES, kernel=kernel, selective=selective)).backward()
+        runs.append((kernel.forwards, {name: p.grad for name, p in adapter.model.named_parameters()}))
+    assert runs[0][0] == runs[1][0] == 4  # 2 decoder layers, 2 vision blocks: one varlen call each, not one an image
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1].values(), runs[1][1].values(), strict=True))
+
+
+class Counting:
+    """A kernel that counts its forward calls."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.name, self.inner, self.forwards = kernel.name, kernel, 0
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        self.forwards += 1
+        return self.inner.forward(*args, **kwargs)
+
+    def backward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inner.backward(*args, **kwargs)

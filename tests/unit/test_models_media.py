@@ -1,4 +1,5 @@
-"""Placeholders, positions, images and expansion of Qwen3-VL on the CPU. Oracle: transformers' own position builder and processor.
+"""Placeholders, positions, images and expansion of Qwen3-VL on the CPU. Oracle: transformers' own position builder
+and processor.
 
 Bugs G2, G5, G7, G10, G17, G18 of the field's reports; planted faults stand beside the checks.
 """

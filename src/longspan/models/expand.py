@@ -50,7 +50,7 @@ class HasAdapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What replaces the tokens `start` .. `stop` of a sample; `keep` is the old token that the last new one continues."""
+    """What replaces tokens `start` .. `stop` of a sample; `keep` is the old token that the last new one continues."""
 
     start: int
     stop: int
@@ -68,7 +68,7 @@ class NamedModel:
 
 
 def expand(sample: Sample, model: HasAdapter | Expander | str | os.PathLike[str]) -> Sample:
-    """The sample with one placeholder id per visual token. `model`: an engine, an adapter, or a model's name or path."""
+    """The sample with one placeholder id a visual token. `model`: an engine, an adapter, or a model's name or path."""
     rules = _rules(model)
     if not sample.media:
         return sample

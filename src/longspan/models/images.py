@@ -50,6 +50,7 @@ class MediaReader:
     temporal: int
     image: Limits
     video: Limits
+    share: bool = True  # encode identical media of a row once
 
     @property
     def factor(self) -> int:

@@ -57,7 +57,7 @@ def token_runs(ids: Tensor, marks: tuple[int, ...]) -> list[tuple[int, int, int]
 
 
 def prompt_runs(sample: Sample, ids: MediaIds, needed: int) -> list[tuple[int, int, int]]:
-    """Placeholder runs that can be media: all if there are `needed` of them, else those that the policy did not sample."""
+    """Placeholder runs that can be media: all if there are `needed`, else those that the policy did not sample."""
     found = token_runs(sample.input_ids, (ids.image, ids.video))
     if len(found) == needed:
         return found
@@ -90,8 +90,8 @@ def match_spans(sample: Sample, reader: MediaReader, ids: MediaIds) -> list[Span
         start, length, got = found[len(expected)]
         raise UserError(
             f"run of {length} placeholders of id {got} at position {start} belongs to no media: {len(expected)} runs "
-            f"needed by {len(sample.media)} media items, {len(found)} found. Give the missing media, or set the mask to 1 "
-            "before it if the policy sampled it"
+            f"needed by {len(sample.media)} media items, {len(found)} found. Give the missing media, or set the mask "
+            "before it to 1 if the policy sampled it"
         )
     return spans
 

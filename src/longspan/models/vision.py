@@ -1,7 +1,8 @@
 """Sharing a row's images over its CP ranks: each rank encodes whole images, then takes the features of its own
 tokens.
 
-Plan (CPU, the same on every rank): identical images of a row are encoded once; the rest is dealt by patch count.
+Plan (CPU, the same on every rank): identical images of a row are encoded once (not in fp64, see `loading.adapt`);
+the rest is dealt by patch count.
 Encode: one tower call a rank for all its images. Place: features [n, F] are padded to the largest rank,
 all-gathered, and each rank indexes the rows of its own tokens. Backward adds the rows' gradients in fp32 (fp64 for
 fp64) and sums them over the ranks by a reduce-scatter, so that a tower's gradient does not depend on which rank
@@ -73,7 +74,7 @@ def plan_media(samples: Sequence[Sample], reader: MediaReader, size: int) -> Med
     order: list[tuple[int, int]] = []  # (sample, distinct item) of every media item of the row
     for place, sample in enumerate(samples):
         for item, media in enumerate(sample.media):
-            key = (type(media).__name__, *media.key())
+            key = (type(media).__name__, *media.key()) if reader.share else (place, item)
             if key not in keys:
                 keys[key] = len(distinct)
                 distinct.append((place, item, reader.grid(media)))
