@@ -1,7 +1,7 @@
 """The head's Triton rows on a GPU against plain log-softmax in fp64: log-prob, entropy, top-k and all gradients.
 
 fp32 tolerance 1e-5: fp32 logits of 64 terms. bf16 tolerance 2e-2 on gradients: dlogits are rounded to bf16 (2^-9)
-before the two matmuls; log-probs stay at 1e-4, because logits are fp32. Inputs are exact in bf16, so fp64 sees them too.
+before the two matmuls; log-probs stay at 1e-4, because logits are fp32. Inputs are exact in bf16: fp64 sees them too.
 """
 
 import pytest

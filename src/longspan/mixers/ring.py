@@ -1,7 +1,8 @@
 """Ring attention: keys and values travel from rank to rank, partial softmaxes merge by LSE (Liu et al. 2023).
 
-At step s rank r holds the keys of rank r - s. Own backward: keys travel the same way again, their gradients travel
-with them in f32 and come home in one last hop. Step 0 is one causal call over the local documents. Then, for rank j:
+At step s rank r holds the keys of rank r - s. Own backward: keys travel the same way again; the gradients of a step's
+keys go straight home in the keys' dtype (what one kernel call gives) and are added there in f32, in step order. Travels
+overlap with the next step's calls. Step 0 is one causal call over the local documents. Then, for rank j:
     contiguous  j < r: at most one full block, the document that straddles both ranks; j > r: nothing
     zigzag      j < r: all queries against j's first chunks; j > r: the second chunks against all of j's; both full
 A step without a visible pair computes nothing, and the ring stops at the farthest step that any rank needs.
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longspan.layout.comm import rotate
 from longspan.layout.seqinfo import SeqInfo, runs
 from longspan.mixers.attention import (
     Saved,
@@ -28,6 +28,7 @@ from longspan.mixers.blocks import Call, documents_call, pair_calls
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.local import Local, LocalPrepared
 from longspan.mixers.merge import Sum
+from longspan.mixers.transport import Collective, Transport
 
 __all__ = ["Ring", "RingPrepared"]
 
@@ -38,6 +39,7 @@ class RingPrepared:
 
     info: SeqInfo
     device: torch.device
+    transport: Transport
     _steps: dict[int | None, tuple[tuple[Call, ...], ...]] = field(default_factory=dict)
 
     def steps(self, window: int | None) -> tuple[tuple[Call, ...], ...]:
@@ -51,7 +53,7 @@ class RingPrepared:
         steps = self.steps(work.window)
         total = partial_softmax(q, v)
         for step, calls in enumerate(steps):
-            arriving = rotate((k, v), self.info.group) if step + 1 < len(steps) else None  # overlaps with the calls
+            arriving = self.transport.rotate((k, v), self.info.group) if step + 1 < len(steps) else None
             run_forward(total, calls, q, k, v, work)
             if arriving is not None:
                 k, v = arriving.wait()
@@ -63,31 +65,28 @@ class RingPrepared:
         """See attention.Prepared."""
         steps, group = self.steps(work.window), self.info.group
         side = Upstream(dout, q, out, lse)
-        dq = Sum(q)
-        travelling = None  # dk, dv of the keys that this rank holds next
-        k_dtype, v_dtype = k.dtype, v.dtype
-        dk_wide = dv_wide = k  # replaced in step 0
+        sums = Sum(q), Sum(k), Sum(v)
+        homing = []  # gradients of this rank's keys from the ranks that attended to them
         for step, calls in enumerate(steps):
-            arriving = rotate((k, v), group) if step + 1 < len(steps) else None
-            dk, dv = Sum(k), Sum(v)
-            run_backward((dq, dk, dv), calls, side, k, v, work)
-            dk_wide, dv_wide = dk.wide(), dv.wide()
-            if travelling is not None:  # what the ranks before added up
-                dk_before, dv_before = travelling.wait()
-                dk_wide, dv_wide = dk_wide.add_(dk_before), dv_wide.add_(dv_before)
+            arriving = self.transport.rotate((k, v), group) if step + 1 < len(steps) else None
+            parts = sums if step == 0 else (sums[0], Sum(k), Sum(v))
+            run_backward(parts, calls, side, k, v, work)
+            if step:
+                homing.append(self.transport.rotate((parts[1].result(), parts[2].result()), group, hops=-step))
             if arriving is not None:
-                travelling = rotate((dk_wide, dv_wide), group)
                 k, v = arriving.wait()
-        home = -(len(steps) - 1)
-        if home % group.size:
-            dk_wide, dv_wide = rotate((dk_wide, dv_wide), group, hops=home).wait()
-        return dq.result(), dk_wide.to(k_dtype), dv_wide.to(v_dtype)
+        for arrival in homing:
+            for total, part in zip(sums[1:], arrival.wait(), strict=True):
+                total.add(None, part)
+        dq, dk, dv = (total.result() for total in sums)
+        return dq, dk, dv
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
     """Any number of ranks and heads."""
 
+    transport: Transport = field(default_factory=Collective)
     name: str = "ring"
 
     def sizes(self, heads: int, kv_heads: int) -> SizeCheck:
@@ -98,7 +97,7 @@ class Ring:
         """The steps without a window; those of windowed layers follow at their first use."""
         if info.size == 1:
             return Local().prepare(info, device)
-        prepared = RingPrepared(info, device)
+        prepared = RingPrepared(info, device, self.transport)
         prepared.steps(None)
         return prepared
 

@@ -1,0 +1,70 @@
+"""How tensors travel between the ranks of a row while the device computes: started now, taken later.
+
+`exchange`  parts [N, ...]: part i goes to rank i, part i of the result comes from rank i (an all-to-all)
+`rotate`    tensors of the same shapes on all ranks go to rank + hops and come from rank - hops
+Two ways: `Collective` (NCCL or gloo, any group; NCCL kernels take SMs, so they hardly overlap with attention) and
+symmetric.Symmetric (copies between GPUs of one host that the copy engines do). No autograd. Every rank of the group
+starts the same travels in the same order.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.layout.comm import rotate
+from longspan.layout.mesh import CPGroup
+
+__all__ = ["Arrival", "Collective", "Transport"]
+
+
+class Arrival(Protocol):
+    """Tensors on their way."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors, for use on the current stream. Called once."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves tensors inside one group after another; keeps no data between travels."""
+
+    def exchange(self, shape: tuple[int, ...], like: Tensor, fill: Callable[[Tensor], None], group: CPGroup) -> Arrival:
+        """fill writes what to send into a tensor [N, ...] of `shape`; one tensor [N, ...] arrives."""
+        ...
+
+    def rotate(self, tensors: tuple[Tensor, ...], group: CPGroup, *, hops: int = 1) -> Arrival:
+        """The tensors of the rank `hops` before this one arrive."""
+        ...
+
+
+class Exchanged:
+    """An all-to-all on its way."""
+
+    def __init__(self, sent: Tensor, group: CPGroup) -> None:
+        self._sent = sent  # kept alive until it is sent
+        self._received = torch.empty_like(sent)
+        self._work = dist.all_to_all_single(self._received, sent, group=group.group, async_op=True)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """See Arrival."""
+        self._work.wait()
+        return (self._received,)
+
+
+class Collective:
+    """Through torch.distributed."""
+
+    def exchange(
+        self, shape: tuple[int, ...], like: Tensor, fill: Callable[[Tensor], None], group: CPGroup
+    ) -> Exchanged:
+        """See Transport."""
+        sent = like.new_empty(shape)
+        fill(sent)
+        return Exchanged(sent, group)
+
+    def rotate(self, tensors: tuple[Tensor, ...], group: CPGroup, *, hops: int = 1) -> Arrival:
+        """See Transport."""
+        return rotate(tensors, group, hops=hops)

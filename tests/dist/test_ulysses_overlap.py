@@ -1,0 +1,75 @@
+"""Ulysses by groups of heads equals plain Ulysses bit for bit, forward and backward, in fp64 on four ranks (gloo).
+
+The oracle is mixers/ulysses.py, itself checked against naive attention. Control: a plan that swaps two head groups.
+"""
+
+import dataclasses
+
+import torch
+
+from longspan.launch import launch
+from longspan.layout import make_seqinfo
+from longspan.layout.mesh import CPGroup
+from longspan.mixers import Saved, Ulysses
+from longspan.mixers.kernels.reference import Reference
+from longspan.mixers.transport import Collective
+from longspan.mixers.ulysses_overlap import OverlappedUlysses, Plan
+
+CASES = [
+    (8, 8, 2),
+    (16, 8, 2),
+    (16, 8, 4),
+    (8, 4, 2),
+    (8, 2, 2),
+    (4, 1, 2),
+]  # heads, KV heads, largest number of groups
+
+
+def compare() -> list[tuple[str, bool]]:
+    """(case, equal) for every case; runs on each rank."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    group = CPGroup(dist.group.WORLD, rank, 4, (0, 1, 2, 3))
+    found = []
+    for kind in ("contiguous", "zigzag"):
+        info = make_seqinfo(kind, torch.tensor([0, 16, 24, 64]), group)
+        for heads, kv_heads, groups in CASES:
+            generator = torch.Generator().manual_seed(rank)
+            q, dout = (torch.randn(16, heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+            k, v = (torch.randn(16, kv_heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+            slots = (None, Saved(), Saved())
+            results = []
+            for mixer, saved in zip((Ulysses(), *[OverlappedUlysses(Collective(), groups)] * 2), slots, strict=True):
+                inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+                prepared = mixer.prepare(info, torch.device("cpu"))
+                for _ in range(1 if saved is None else 2):  # the second call recomputes from what was saved
+                    out = mixer.attend(*inputs, prepared, scale=0.3, kernel=Reference(), saved=saved)
+                results.append([out.detach(), *torch.autograd.grad(out, inputs, dout)])
+            for other in results[1:]:
+                same = all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+                found.append((f"{kind} {heads}/{kv_heads} groups {groups}", same))
+    return found
+
+
+def wrong_group() -> bool:
+    """The control: heads of the wrong group come back as output."""
+    import torch.distributed as dist
+
+    group = CPGroup(dist.group.WORLD, dist.get_rank(), 4, (0, 1, 2, 3))
+    plan = Plan(None, group, 2, tuple(range(8)), 4, 2, 1, 8, 8)  # type: ignore[arg-type]  # only the shapes are read
+    x = torch.arange(4 * 16.0).view(4, 16, 1)
+    swapped = torch.cat([plan.part(x, 1), plan.part(x, 0)], 2)
+    straight = torch.cat([plan.part(x, 0), plan.part(x, 1)], 2)
+    return torch.equal(dataclasses.replace(plan, groups=1).part(x, 0), straight) and not torch.equal(swapped, straight)
+
+
+def both() -> tuple[list[tuple[str, bool]], bool]:
+    return compare(), wrong_group()
+
+
+def test_overlapped_ulysses_is_ulysses_bit_for_bit() -> None:
+    for rank, (cases, control) in enumerate(launch(both, ranks=4, timeout_s=60)):
+        assert control, rank
+        assert len(cases) == 2 * 2 * len(CASES)
+        assert all(same for _, same in cases), (rank, [name for name, same in cases if not same])
