@@ -20,10 +20,10 @@ from longspan.data.filling import Bins, fill, first_fit
 from longspan.data.plan import Limits, Plan, Row
 from longspan.data.touch_up import OpenRow, Steps, even_out, polish
 
-SAMPLES_TRIED = 60_000  # thresholds tried = this / samples, within 2..24: 10,000 samples stay under 1 s on one core
+SAMPLES_TRIED = 30_000  # thresholds tried: about this / samples, within 2..24, so that 10,000 samples take under 1 s
 EVEN = 1.05  # a sample this much taller than an even micro-step gets a micro-step of its own height
 CLOSE = 1.002  # of the lower bound: good enough to stop
-POLISHED = 4000  # samples of a batch up to which micro-steps exchange samples
+POLISHED = 2500  # samples of a batch up to which micro-steps exchange samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,11 @@ def schedule(problem: Problem) -> Plan:
     best: Steps | None = None
     best_time = math.inf
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    for threshold in _thresholds(problem, works, fits):
-        chosen = _choose(times, fits, threshold).tolist()
+    trials = [(_choose(times, fits, threshold), threshold) for threshold in _thresholds(problem, works, fits)]
+    if len(problem.order) <= POLISHED:  # as static CP would: at least so many ranks for every row
+        trials += [(np.maximum(fits.argmax(axis=0), k), trials[0][1]) for k in range(1, len(problem.sizes))]
+    for sizes, threshold in trials:
+        chosen: list[int] = sizes.tolist()
         counts = _counts(problem, chosen, threshold)
         if (key := (tuple(chosen), tuple(counts))) in seen:
             continue
@@ -71,6 +74,7 @@ def schedule(problem: Problem) -> Plan:
         if best_time <= CLOSE * bound + problem.step_cost * len(best or ()):
             break
     assert best is not None
+    _even_out(best, problem)
     if len(problem.order) <= POLISHED:
         polish(best, problem.weights, problem.times, problem.limits)
     return _plan(best, problem.limits)
@@ -90,7 +94,7 @@ def _thresholds(problem: Problem, works: np.ndarray, fits: np.ndarray) -> list[f
     tokens = int(weights[least, columns].sum())
     steps = max(1, -(-tokens // (limits.budget * limits.num_ranks)))
     count = min(24, max(2, SAMPLES_TRIED // len(problem.order)))
-    even = [work / number for number in range(steps, steps + 1 + count // 3)]
+    even = [work / number for number in range(steps, steps + count // 3)]
     low = min(work / steps / 2, tallest)
     grid = [tallest * (low / tallest) ** (step / count) for step in range(count + 1)] if low > 0 else [tallest]
     return sorted({*grid, *even}, reverse=True)
@@ -174,9 +178,14 @@ def _shelves(rows: Sequence[OpenRow], problem: Problem) -> Steps:
             free.append(problem.limits.num_ranks)
         steps[number].append(row)
         free[number] -= row.size
+    if len(problem.order) <= POLISHED:
+        _even_out(steps, problem)
+    return steps
+
+
+def _even_out(steps: Steps, problem: Problem) -> None:
     for step in steps:
         even_out(step, problem.weights, problem.times, problem.limits)
-    return steps
 
 
 def _stacks(problem: Problem, chosen: list[int]) -> Steps:
@@ -249,11 +258,11 @@ def _plan(steps: Steps, limits: Limits) -> Plan:
         for size in sorted({row.size for row in everything}, reverse=True):
             mine = sorted((row for row in everything if row.size == size), key=lambda row: (-row.height, row.samples))
             starts = [start + k * size for k in range(len(mine))]
-            starts.sort(key=lambda first: (max(done[first : first + size]), first))
+            load = {first: max(done[first : first + size]) for first in starts}
+            starts.sort(key=load.__getitem__)
             for row, first in zip(mine, starts, strict=True):
                 placed.append(Row(tuple(sorted(row.samples)), start=first, size=size))
-                for rank in range(first, first + size):
-                    done[rank] += row.height
+                done[first : first + size] = [load[first] + row.height] * size
             start += size * len(mine)
         result.append(tuple(sorted(placed, key=lambda row: row.start)))
     return Plan(tuple(result), limits.num_ranks)

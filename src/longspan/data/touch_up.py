@@ -98,43 +98,47 @@ def _widen(rows: list[OpenRow], idle: int, weights: Weights, times: Times, limit
 
 def polish(steps: Steps, weights: Weights, times: Times, limits: Limits) -> None:
     """Between micro-steps, until nothing moves (at most four rounds)."""
+    positions = {size: k for k, size in enumerate(limits.all_sizes)}
+    capacities = [limits.capacity(size) for size in limits.all_sizes]
     for _ in range(4):
-        if sum(_relieve(number, steps, weights, times, limits) for number in range(len(steps))) == 0:
+        moved = False
+        for number, rows in enumerate(steps):
+            lasts = [max(row.height for row in others) for others in steps]
+            spare = [
+                (row, positions[row.size], last)
+                for other, (others, last) in enumerate(zip(steps, lasts, strict=True))
+                for row in others
+                if other != number and row.height < last
+            ]
+            while _give(rows, spare, positions, capacities, weights, times):
+                moved = True
+        if not moved:
             return
 
 
-def _relieve(number: int, steps: Steps, weights: Weights, times: Times, limits: Limits) -> bool:
-    """Moves samples out of the slowest row of a micro-step while that shortens it."""
-    moved = False
-    while True:
-        rows = steps[number]
-        row = max(rows, key=lambda row: row.height)
-        rest = max((other.height for other in rows if other is not row), default=0.0)
-        if len(row.samples) < 2 or rest >= row.height * (1 - 1e-9):
-            return moved
-        k = limits.all_sizes.index(row.size)
-        if not _give(row, k, number, steps, weights, times, limits):
-            return moved
-        moved = True
-
-
-def _give(row: OpenRow, k: int, number: int, steps: Steps, weights: Weights, times: Times, limits: Limits) -> bool:
-    capacities = [limits.capacity(size) for size in limits.all_sizes]
-    positions = {size: j for j, size in enumerate(limits.all_sizes)}
+def _give(
+    rows: list[OpenRow],
+    spare: list[tuple[OpenRow, int, float]],
+    positions: dict[int, int],
+    capacities: list[int],
+    weights: Weights,
+    times: Times,
+) -> bool:
+    """The slowest row gives a sample to a spare row (with its size number and the time it may end), if that helps."""
+    row = max(rows, key=lambda row: row.height)
+    rest = max((other.height for other in rows if other is not row), default=0.0)
+    if len(row.samples) < 2 or rest >= row.height * (1 - 1e-9):
+        return False
+    k = positions[row.size]
     for i in sorted(row.samples, key=lambda i: (-times[k][i], i)):
-        for other_number, rows in enumerate(steps):
-            if other_number == number:
+        for other, j, end in spare:
+            if other.height + times[j][i] > end:
                 continue
-            limit = max(other.height for other in rows)
-            for other in rows:
-                j = positions[other.size]
-                if other.height + times[j][i] > limit:
-                    continue
-                if weights[j][i] + sum(weights[j][o] for o in other.samples) > capacities[j]:
-                    continue
-                row.samples.remove(i)
-                row.height = sum(times[k][o] for o in row.samples)
-                other.samples.append(i)
-                other.height += times[j][i]
-                return True
+            if weights[j][i] + sum(weights[j][o] for o in other.samples) > capacities[j]:
+                continue
+            row.samples.remove(i)
+            row.height = sum(times[k][o] for o in row.samples)
+            other.samples.append(i)
+            other.height += times[j][i]
+            return True
     return False
