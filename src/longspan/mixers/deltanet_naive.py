@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["convolution", "oracle_deltanet", "packed_convolution", "packed_recurrence", "recurrence", "unit"]
+__all__ = ["convolution", "packed_convolution", "packed_recurrence", "recurrence", "unit", "use_plain_recurrence"]
 
 EPSILON = 1e-6  # inside the root of the unit vectors: transformers' and fla's
 
@@ -86,6 +86,7 @@ class _PlainDeltaNet(nn.Module):
         super().__init__()
         for name, child in source.named_children():
             self.add_module(name, child)
+        self.epsilon = source.norm.variance_epsilon
         self.dt_bias, self.A_log = source.dt_bias, source.A_log
         self.key_heads, self.value_heads = source.num_k_heads, source.num_v_heads
         self.key_dim, self.value_dim = source.head_k_dim, source.head_v_dim
@@ -105,8 +106,8 @@ class _PlainDeltaNet(nn.Module):
             g,
             b.sigmoid(),
         )
-        out = self.norm(out.reshape(-1, self.value_dim), z.reshape(-1, self.value_dim))
-        return self.out_proj(out.reshape(1, length, -1))
+        out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + self.epsilon) * self.norm.weight
+        return self.out_proj(out.reshape(1, length, -1) * functional.silu(z)[None])
 
 
 class _PlainQwen35(_PlainDeltaNet):
@@ -127,16 +128,33 @@ class _PlainQwen3Next(_PlainDeltaNet):
         return mixed, z.reshape(length, -1), b.reshape(length, -1), a.reshape(length, -1)
 
 
+class _PlainZeroCentredNorm(nn.Module):
+    """x / rms(x) * (1 + weight), in the dtype of x; transformers computes it in fp32."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.epsilon = source.weight, source.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon) * (1.0 + self.weight)
+
+
 ORACLES = {
     "Qwen3_5GatedDeltaNet": _PlainQwen35,
     "Qwen3_5MoeGatedDeltaNet": _PlainQwen35,
     "Qwen3NextGatedDeltaNet": _PlainQwen3Next,
+    "Qwen3_5RMSNorm": _PlainZeroCentredNorm,
+    "Qwen3_5MoeRMSNorm": _PlainZeroCentredNorm,
+    "Qwen3NextRMSNorm": _PlainZeroCentredNorm,
 }
 
 
-def oracle_deltanet(module: nn.Module) -> nn.Module:
-    """The plain form of one of transformers' GatedDeltaNet instances, sharing its parameters under the same names."""
-    kind = type(module).__name__
-    if kind not in ORACLES:
-        raise ValueError(f"no plain form of {kind}: known are {', '.join(ORACLES)}")
-    return ORACLES[kind](module)
+def use_plain_recurrence(model: nn.Module) -> None:
+    """In one plain transformers model: put the plain form in place of each GatedDeltaNet and each zero-centred norm.
+
+    Parameters stay the same objects under the same names. For one unpacked document at a time.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ in ORACLES:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, ORACLES[type(module).__name__](module))

@@ -2,10 +2,10 @@
 
 `replace_deltanets` puts one of these in place of each of transformers' GatedDeltaNet instances while an adapter is
 built: same children and parameters under the same names, same maths (projections, convolution, rule, gated norm).
-What changes: boundaries come from `longspan=Context`, tokens meet across ranks (mixers/linear.py), and in fp64 all of
-it but the norm computes in fp64 (transformers computes the rule in fp32 and ignores boundaries without fla). No
-cache: generation uses a plain model. Qwen3.5 projects q, k, v by `in_proj_qkv`, then z, b, a; Qwen3-Next interleaves
-[q, k, v, z] and [b, a] by key head.
+What changes: boundaries come from `longspan=Context`, tokens meet across ranks (mixers/linear.py), and in fp64 all
+of it but the norm computes in fp64 (transformers computes the rule in fp32 and ignores boundaries without fla). No
+cache: generation uses a plain model. Qwen3.5 projects q, k, v by `in_proj_qkv`, then z, b, a; Qwen3-Next
+interleaves [q, k, v, z] and [b, a] by key head.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from longspan.errors import UserError
 from longspan.mixers.linear import DeltaShape, DeltaWeights, LinearPrepared, gated_delta
 from longspan.models.adapter import Context
+from longspan.models.norms import GatedRMSNorm, replace_zero_centred_norms
 
 __all__ = ["GatedDeltaNet", "replace_deltanets"]
 
@@ -33,7 +34,7 @@ class GatedDeltaNet(nn.Module):
             raise UserError(f"hidden_act={source.activation!r} is not supported in a GatedDeltaNet, which has silu")
         self.dt_bias, self.A_log = source.dt_bias, source.A_log
         for name, child in source.named_children():
-            self.add_module(name, child)
+            self.add_module(name, GatedRMSNorm(child) if name == "norm" else child)
         self.layer_idx = source.layer_idx
         self.shape = DeltaShape(source.num_k_heads, source.num_v_heads, source.head_k_dim, source.head_v_dim)
         self.project = PROJECTIONS[type(source).__name__]
@@ -94,7 +95,8 @@ PROJECTIONS: dict[str, Callable[[nn.Module, Tensor], Projected]] = {
 
 
 def replace_deltanets(model: nn.Module) -> DeltaShape:
-    """Replace every GatedDeltaNet instance of `model`; returns the shape that all of them have."""
+    """Replace every GatedDeltaNet and zero-centred norm of `model`; returns the shape that all DeltaNets have."""
+    replace_zero_centred_norms(model)
     found = [name for name, module in model.named_modules() if type(module).__name__ in PROJECTIONS]
     shapes = set()
     for name in found:
