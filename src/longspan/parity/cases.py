@@ -1,0 +1,78 @@
+"""Cases: which loss, with which settings and normalisation, a parity check runs. The engine gets `objective()`, the
+oracle `terms()`.
+
+Settings carry the names of `Objective`'s keywords. Every main loss stands alone once, every extra term once, and one
+case has all of them together, so that a term that is wrong alone cannot hide in a sum.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from longspan.objective import Objective
+from longspan.parity import formulas
+
+EXTRAS = ("kl", "entropy", "value")  # settings that are coefficients of token terms beside the main loss
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One objective under one normalisation."""
+
+    name: str
+    loss: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    normalise: str = "token"
+
+    denominator: float | None = None
+
+    @property
+    def uses_value(self) -> bool:
+        return self.loss == "value" or "value" in self.settings
+
+    def objective(self) -> Objective:
+        return Objective(self.loss, **self.settings)
+
+    def terms(self) -> list[tuple[str, float, Callable[[formulas.Tokens, formulas.Settings], Tensor]]]:
+        """(name, coefficient, formula) of every per-token term, the main one first."""
+        main = (self.loss, 1.0, formulas.LOSSES[self.loss])
+        extra = [
+            (name, float(self.settings[name]), formulas.EXTRA_TERMS[name]) for name in EXTRAS if name in self.settings
+        ]
+        return [main, *extra]
+
+
+PPO = {"clip": 0.2, "clip_high": 0.25, "dual_clip": 3.0}
+LOSSES = (
+    Case("cross_entropy", "cross_entropy"),
+    Case("importance_sampling", "importance_sampling"),
+    Case("ppo", "ppo", PPO),
+    Case("cispo", "cispo", {"clip": 0.2}),
+    Case("dro", "dro", {"beta": 0.1}),
+    Case("gspo", "gspo", {"clip": 0.2}),
+    Case("reinforce", "reinforce"),
+    Case("distill_topk", "distill_topk"),
+)
+VALUE = (Case("value", "value"), Case("value_clip", "value", {"value_clip": 0.2}))
+TERMS = (
+    Case("kl_k1", "reinforce", {"kl": 1.0, "kl_estimator": "k1"}),
+    Case("kl_k2", "reinforce", {"kl": 1.0, "kl_estimator": "k2"}),
+    Case("kl_k3", "reinforce", {"kl": 1.0, "kl_estimator": "k3"}),
+    Case("entropy", "reinforce", {"entropy": 1.0}),
+)
+RULES = (
+    Case("ppo_sample", "ppo", PPO, "sample"),
+    Case("ppo_sample_sum", "ppo", PPO, "sample_sum"),
+    Case("ppo_constant", "ppo", PPO, "constant", 37.0),
+    Case("ppo_sum", "ppo", PPO, "sum"),
+)
+ALL = {"kl": 0.1, "entropy": 0.01}
+STEP_CASE = Case("steps", "ppo", {**PPO, **ALL}, "sample")
+
+
+def default_cases(*, value_head: bool) -> tuple[Case, ...]:
+    """Every loss alone, every extra term, every rule, and all terms together."""
+    together = {**PPO, **ALL, **({"value": 0.5, "value_clip": 0.2} if value_head else {})}
+    values = VALUE if value_head else ()
+    return (*LOSSES, *values, *TERMS, *RULES, Case("together", "ppo", together, "sample"))

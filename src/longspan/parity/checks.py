@@ -1,0 +1,249 @@
+"""What one layout is put through, inside its ranks: every check of DESIGN.md's table against a finished oracle.
+
+Built on the public API alone. Every rank runs every check (they are collective); rank 0's cells are reported, and
+each rank's digest of everything it was told travels back, so that ranks that disagree by one bit are found by the
+parent.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from longspan.data import Sample
+from longspan.engine import AdamW, Engine, EngineConfig
+from longspan.objective import Objective
+from longspan.parity import differences
+from longspan.parity.cases import STEP_CASE, Case
+from longspan.parity.cells import MOE_LEAK, Cell, Limits
+from longspan.parity.probe import Probe
+
+STEP = AdamW(
+    lr=1e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, clip_norm=1.0
+)  # eps: a zero gradient's rounding must not be normalised up
+ALL_CHECKS = ("start", "logprob", "gradient", "calls", "leak", "weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """The oracle's answers, all plain tensors and numbers."""
+
+    start: Mapping[str, Tensor]  # initial weights
+    logprob: Sequence[Tensor]  # [L] a sample
+    entropy: Sequence[Tensor]
+    metrics: Mapping[str, Mapping[str, float]]  # by case name
+    gradients: Mapping[str, Mapping[str, Tensor]]
+    norms: Sequence[float]  # global gradient norm of each step
+    weights: Mapping[str, Tensor]  # after the steps
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to check, the same for every layout."""
+
+    config: EngineConfig  # its layout and budget are replaced for each layout
+    samples: Sequence[Sample]
+    cases: Sequence[Case]
+    limits: Limits
+    checks: Sequence[str] = ALL_CHECKS
+    steps: int = 3
+    probes: Sequence[Probe] = ()
+    exact_leak: bool = True  # False: experts group tokens, see MOE_LEAK
+
+
+@dataclass(slots=True)
+class Findings:
+    """Cells of one layout on one rank, and a digest of every number the engine returned there."""
+
+    layout: str
+    cells: list[Cell] = field(default_factory=list)
+    digest: "hashlib._Hash" = field(default_factory=hashlib.blake2b)
+
+    def add(self, check: str, case: str, found: tuple[float, str], limit: float) -> None:
+        self.cells.append(Cell(self.layout, check, case, found[0], limit, found[1]))
+
+    def saw(self, *values: object) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self.digest.update(
+                    value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b""
+                )
+            elif isinstance(value, Mapping):
+                for name in sorted(value):
+                    if not name.startswith(differences.NOT_NUMBERS):
+                        self.saw(value[name])
+            elif isinstance(value, list | tuple):
+                self.saw(*value)
+            else:
+                self.digest.update(repr(value).encode())
+
+
+def check_layout(name: str, plan: Plan, truth: Truth) -> Findings:
+    """Run the plan's checks under `plan.config`'s layout. Collective.
+
+    Two engines: one that packs everything into one row a data rank (log-probs, leak probe), one on the tightest budget
+    that fits (everything), so that accumulation over micro-steps is part of every comparison.
+    """
+    findings = Findings(name)
+    lengths = [len(sample) for sample in plan.samples]
+    layout = plan.config.layout
+    if {"logprob", "leak"} & set(plan.checks):
+        engine = Engine.build(replace(plan.config, max_tokens_per_rank=_roomy(lengths, layout.cp)))
+        if "logprob" in plan.checks:
+            _logprob("packed", engine, plan, truth, findings)
+        if "leak" in plan.checks:
+            _leak(engine, plan, findings)
+        del engine
+    engine = Engine.build(replace(plan.config, max_tokens_per_rank=_tight(lengths, layout.cp, layout.dp)))
+    for check, run in CHECKS.items():
+        if check in plan.checks:
+            run(engine, plan, truth, findings)
+    return findings
+
+
+def _roomy(lengths: Sequence[int], cp: int) -> int:
+    return sum(lengths) + 2 * cp * (len(lengths) + 1)
+
+
+def _tight(lengths: Sequence[int], cp: int, dp: int) -> int:
+    """Fits the longest sample; at least two micro-steps when there is work for them."""
+    longest = -(-max(lengths) // (2 * cp)) * 2
+    half = -(-sum(lengths) // (2 * cp * dp))
+    return max(longest, half) + 2
+
+
+def _start(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None:
+    """The engine starts from the oracle's weights, bit for bit."""
+    weights = engine.state_dict()
+    findings.saw(weights)
+    findings.add("start", "weights", differences.parameters(weights, truth.start, plan.limits.zero), 0.0)
+
+
+def _tight_logprob(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None:
+    _logprob("cut", engine, plan, truth, findings)
+
+
+def _logprob(case: str, engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None:
+    outputs = engine.forward(plan.samples, outputs=("logprob", "entropy"))
+    for name, want in (("logprob", truth.logprob), ("entropy", truth.entropy)):
+        got = [output[name] for output in outputs]
+        findings.saw(got)
+        label = case if name == "logprob" else f"{case} {name}"
+        findings.add("logprob", label, differences.tokens(got, want, plan.samples), plan.limits.logprob)
+
+
+def _gradient(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None:
+    """Every case: gradients of all parameters and all metrics."""
+    for case in plan.cases:
+        engine.clear_gradients()
+        metrics = engine.forward_backward(
+            plan.samples, case.objective(), normalise=case.normalise, denominator=case.denominator
+        )
+        gradients = engine.gradients()
+        findings.saw(metrics, gradients)
+        want = truth.gradients[case.name]
+        findings.add(
+            "gradient", case.name, differences.parameters(gradients, want, plan.limits.zero), plan.limits.gradient
+        )
+        findings.add("metrics", case.name, differences.metrics(metrics, truth.metrics[case.name]), plan.limits.metric)
+    engine.clear_gradients()
+
+
+def _calls(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None:
+    """k calls with parts of the batch equal one call with all of it, in any order, a call without weight last."""
+    trained = float(sum(sample.num_trained for sample in plan.samples))
+    objective = STEP_CASE.objective()
+    parts = [list(plan.samples[start::3]) for start in range(3)]
+    parts = [part for part in parts if part]
+    silent = [_silenced(plan.samples[0])]
+    one = _accumulated(engine, [list(plan.samples)], objective, trained)
+    for case, calls in {
+        "parts": parts,
+        "last part first": [parts[-1], *parts[:-1]],
+        "weightless last": [*parts, silent],
+    }.items():
+        several = _accumulated(engine, calls, objective, trained)
+        findings.saw(several)
+        findings.add("calls", case, differences.parameters(several, one, plan.limits.zero), plan.limits.calls)
+
+
+def _accumulated(
+    engine: Engine, calls: list[list[Sample]], objective: Objective, denominator: float
+) -> dict[str, Tensor]:
+    engine.clear_gradients()
+    for samples in calls:
+        engine.forward_backward(samples, objective, normalise="token", denominator=denominator)
+    gradients = engine.gradients()
+    engine.clear_gradients()
+    return gradients
+
+
+def _silenced(sample: Sample) -> Sample:
+    return Sample(
+        sample.input_ids,
+        sample.target_ids,
+        torch.zeros(len(sample)),
+        fields=sample.fields,
+        media=sample.media,
+        group=sample.group,
+        adapter=sample.adapter,
+    )
+
+
+def _leak(engine: Engine, plan: Plan, findings: Findings) -> None:
+    """Change one token of one document: nothing of any other may change by one bit."""
+    limit = plan.limits.leak if plan.exact_leak else max(plan.limits.leak, MOE_LEAK)
+    for probe in plan.probes:
+        before, after = (
+            [output["logprob"] for output in engine.forward(samples, outputs=("logprob",))]
+            for samples in (probe.before, probe.after)
+        )
+        findings.saw(before, after)
+        findings.add("leak", f"{probe.name}: log-probs", differences.bits(before, after, probe.document), limit)
+        rows = [_embedding_gradient(engine, samples, probe) for samples in (probe.before, probe.after)]
+        findings.saw(rows)
+        found = differences.bits([r[None] for r in rows[0]], [r[None] for r in rows[1]], skip=-1)
+        moved = found[1] and f"embedding row {probe.outside_rows[int(found[1].split()[1].rstrip(','))]}"
+        findings.add("leak", f"{probe.name}: embedding gradients", (found[0], moved), limit)
+
+
+def _embedding_gradient(engine: Engine, samples: Sequence[Sample], probe: Probe) -> Tensor:
+    """Gradient rows of ids that stand only in the other documents. The value loss keeps a tied head out of them."""
+    engine.clear_gradients()
+    engine.forward_backward(samples, Objective(probe.loss), normalise="sum")
+    gradients = engine.gradients()
+    engine.clear_gradients()
+    return gradients[probe.embedding][probe.outside_rows]
+
+
+def _weights(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None:
+    """Optimizer steps: the norm of each and the weights after all. Last, since it moves the weights."""
+    engine.clear_gradients()
+    largest = (0.0, "")
+    for number in range(plan.steps):
+        engine.forward_backward(plan.samples, STEP_CASE.objective(), normalise=STEP_CASE.normalise)
+        report = engine.optim_step(STEP)
+        findings.saw(report["grad/norm"])
+        error = abs(report["grad/norm"] - truth.norms[number]) / truth.norms[number]
+        if not error <= largest[0]:
+            largest = (error, f"step {number + 1}: {report['grad/norm']:.9g} instead of {truth.norms[number]:.9g}")
+    weights = engine.state_dict()
+    findings.saw(weights)
+    findings.add("weights", "grad/norm", largest, plan.limits.metric)
+    findings.add(
+        "weights",
+        f"{plan.steps} steps",
+        differences.parameters(weights, truth.weights, plan.limits.zero),
+        plan.limits.weights,
+    )
+
+
+CHECKS: dict[str, Callable[[Engine, Plan, Truth, Findings], None]] = {
+    "start": _start,
+    "logprob": _tight_logprob,
+    "gradient": _gradient,
+    "calls": _calls,
+    "weights": _weights,
+}

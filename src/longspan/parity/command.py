@@ -1,0 +1,115 @@
+"""`longspan parity`: prove on your own model that a layout changes no number.
+
+Compares the engine under each layout with an oracle: plain Hugging Face, one process, one unpacked sample at a time.
+Exit status 0 when every cell holds, 1 on a miss (a planted fault makes it miss), 2 for a request that cannot be run.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from longspan.data.jsonl import read_samples
+from longspan.errors import LongspanError, UserError
+from longspan.layout import Layout, parse_layout
+from longspan.parity.compare import Request, compare
+from longspan.parity.faults import FAULTS
+from longspan.parity.report import render, summary, write_json
+
+DEFAULT_LAYOUTS = "cp2-ulysses,cp2-ring,cp2-gather,cp4-hybrid,cp3-ring,dp2,dp2-cp2"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to compare."""
+
+    model: str = "tiny:qwen3_vl"
+    """"tiny:<family>", a local Hugging Face folder, or a hub id."""
+    layouts: str = DEFAULT_LAYOUTS
+    """Comma-separated names: axis and size joined by "-", then the mixer; no mixer is auto."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    """float64 holds to 1e-8, float32 to 1e-5, bfloat16 to 1.2 times the unsharded engine's distance from fp32."""
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """What owns parameters and optimizer."""
+    samples: str | None = None
+    """JSONL file of samples; by default ragged ones with holes, and images on the shard edges for a VLM."""
+    lengths: str | None = None
+    """Comma-separated text lengths of the default samples, for example 13,1,40."""
+    seed: int = 0
+    """Seed of a tiny model's weights."""
+    steps: int = 3
+    """Optimizer steps compared."""
+    recompute: Literal["none", "selective", "full"] = "selective"
+    """Activation checkpointing of the engine."""
+    dynamic_cp: bool = False
+    """Let the engine choose the context-parallel size per row."""
+    plant: str | None = None
+    """Plant this fault in every rank; "list" prints the faults."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks run."""
+    timeout_s: float = 600.0
+    """Seconds for one launch of ranks."""
+    json: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write worst_logprob, worst_gradient, worst_calls, passed and every cell to this file."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status of the command."""
+    options = tyro.cli(Options, args=list(arguments), prog="longspan parity", description=__doc__)
+    if options.plant == "list":
+        for name, fault in FAULTS.items():
+            print(f"{name:24} {fault.what}")
+        return 0
+    try:
+        request = request_of(options)
+        cells = compare(request)
+    except LongspanError as error:
+        print(f"longspan parity: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    render(cells, f"{options.model}, {options.dtype}, {options.backend} against the oracle", options.plant)
+    result = summary(cells)
+    if options.json is not None:
+        write_json(options.json, {"model": options.model, "dtype": options.dtype, "backend": options.backend} | result)
+    return 0 if result["passed"] else 1
+
+
+def request_of(options: Options) -> Request:
+    """Checked options. Raises UserError for anything that cannot be run."""
+    if options.plant is not None and options.plant not in FAULTS:
+        raise UserError(f"--plant {options.plant!r} is no fault we know. Use one of {', '.join(FAULTS)}, or 'list'.")
+    if options.samples is not None and options.lengths is not None:
+        raise UserError("--samples and --lengths both say which samples run. Give one of them.")
+    if options.steps < 0:
+        raise UserError(f"--steps {options.steps} must be 0 or more.")
+    return Request(
+        model=options.model,
+        layouts=parse_layouts(options.layouts),
+        dtype=options.dtype,
+        backend=options.backend,
+        seed=options.seed,
+        samples=None if options.samples is None else read_samples(options.samples),
+        lengths=None if options.lengths is None else parse_lengths(options.lengths),
+        steps=options.steps,
+        recompute=options.recompute,
+        dynamic_cp=options.dynamic_cp,
+        plant=options.plant,
+        timeout_s=options.timeout_s,
+        device=options.device,
+    )
+
+
+def parse_layouts(names: str) -> dict[str, Layout]:
+    """Name -> layout, in the order given; a name given twice counts once."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise UserError(f"--layouts {names!r} names no layout. Write for example --layouts cp2-ring,dp2.")
+    return {name: parse_layout(name) for name in wanted}
+
+
+def parse_lengths(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UserError(f"--lengths {text!r} must be positive whole numbers joined by commas, for example 13,1,40.")
+    return [int(part) for part in parts]

@@ -1,0 +1,77 @@
+"""Distances between what the engine said and what the oracle says, each with the place where it is largest."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.data import Sample
+
+QUANTILE_STEP = 10 ** (1 / 64) - 1  # the engine's histograms have 64 bins a decade: a quantile is exact to one bin
+NOT_NUMBERS = ("time/", "mem/", "plan/")  # differ between layouts on purpose
+
+
+def tokens(engine: Sequence[Tensor], oracle: Sequence[Tensor], samples: Sequence[Sample]) -> tuple[float, str]:
+    """Largest absolute difference over trained tokens, and "sample s, position t"; wrong shapes are infinitely far."""
+    largest, where = 0.0, ""
+    for number, (got, want, sample) in enumerate(zip(engine, oracle, samples, strict=True)):
+        if got.shape != want.shape:
+            return float("inf"), f"sample {number}: shape {list(got.shape)} instead of {list(want.shape)}"
+        difference = (got.double() - want.double()).abs().nan_to_num(nan=float("inf")) * (sample.mask > 0)
+        difference = difference.nan_to_num(nan=0.0)  # inf * 0 outside the mask
+        if float(difference.max()) > largest:
+            position = int(difference.argmax())
+            largest, where = float(difference.max()), f"sample {number}, position {position}"
+    return largest, where
+
+
+def parameters(engine: Mapping[str, Tensor], oracle: Mapping[str, Tensor], zero: float) -> tuple[float, str]:
+    """Largest relative L2 error over parameters and its name; a name that only one side has is infinitely far.
+
+    A reference below `zero` times the global norm is zero in exact arithmetic: its error is measured against that norm.
+    """
+    if set(engine) != set(oracle):
+        return float("inf"), f"only one side has {sorted(set(engine) ^ set(oracle))[:3]}"
+    total = float(torch.stack([x.double().square().sum() for x in oracle.values()]).sum().sqrt()) if oracle else 0.0
+    largest, where = 0.0, ""
+    for name, want in oracle.items():
+        error = float((engine[name].double() - want.double()).norm())
+        own = float(want.double().norm())
+        scale = own if own > zero * total else total
+        figure = error / scale if scale else error
+        if not figure <= largest:  # NaN too
+            largest, where = (figure if figure == figure else float("inf")), name
+    return largest, where
+
+
+def metrics(engine: Mapping[str, float], oracle: Mapping[str, float]) -> tuple[float, str]:
+    """Largest difference over metrics (relative above 1) and its name; a metric that only the engine has is
+    infinitely far.
+    """
+    largest, where = 0.0, ""
+    for name, got in engine.items():
+        if name.startswith(NOT_NUMBERS):
+            continue
+        if name not in oracle:
+            return float("inf"), f"{name} has no definition in the oracle"
+        want = oracle[name]
+        figure = abs(got - want) / max(1.0, abs(want))
+        if name.rpartition("_")[2] in ("p50", "p99", "p99.9"):
+            figure = 0.0 if abs(got - want) <= QUANTILE_STEP * want * 1.01 else figure
+        if not figure <= largest:
+            largest, where = (figure if figure == figure else float("inf")), f"{name}: {got:.6g} instead of {want:.6g}"
+    missing = {name for name in oracle if name.startswith(("loss/", "tok/"))} - set(engine)
+    return (float("inf"), f"missing {sorted(missing)}") if missing else (largest, where)
+
+
+def bits(before: Sequence[Tensor], after: Sequence[Tensor], skip: int) -> tuple[float, str]:
+    """Largest difference over all samples but `skip`: 0.0 only when every bit is equal."""
+    largest, where = 0.0, ""
+    for number, (a, b) in enumerate(zip(before, after, strict=True)):
+        if number == skip or torch.equal(a, b):
+            continue
+        difference = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"))
+        figure = max(float(difference.max()), 5e-324)  # -0.0 against 0.0 and NaN count too
+        if figure > largest:
+            largest, where = figure, f"sample {number}, position {int(difference.reshape(len(a), -1).amax(1).argmax())}"
+    return largest, where

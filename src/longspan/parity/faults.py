@@ -1,0 +1,46 @@
+"""Planted faults: each replaces one function of the engine in one rank process by a wrong one, as a context manager.
+
+Every fault is a bug that some public project shipped (its code in cases/bugs.md stands in front) or its neighbour. A
+fault knows nothing of the checks; `longspan parity --plant NAME` and `make mutants` show which check catches it.
+Attributes are set on modules and classes from outside on purpose: the engine has no hooks for this. The wrong
+functions themselves: faults_data.py (what a rank is given), faults_model.py (how tokens meet), faults_engine.py
+(sums, ranks, steps).
+"""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+
+from longspan.parity import faults_data, faults_engine, faults_model
+from longspan.parity.mutation import Fault
+
+FAULTS: dict[str, Fault] = {
+    fault.name: fault for fault in (*faults_data.FAULTS, *faults_model.FAULTS, *faults_engine.FAULTS)
+}
+
+
+@contextlib.contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Inside the block the fault's functions stand in for the engine's; None plants nothing."""
+    if name is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for target, make in FAULTS[name].changes:
+            stack.enter_context(_replaced(target, make))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(target: str, make) -> Iterator[None]:  # make: (original) -> replacement, of whatever type the target has
+    module, _, path = target.partition(":")
+    owner = importlib.import_module(module)
+    *parents, attribute = path.split(".")
+    for parent in parents:
+        owner = vars(owner)[parent]
+    original = vars(owner)[attribute]
+    setattr(owner, attribute, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)

@@ -1,0 +1,141 @@
+"""`make mutants`: every planted fault alone, in the smallest setting where it can show, and which check catches it.
+
+One launch for all faults of one model and layout; a fault that hangs or breaks its ranks gets a launch of its own.
+Exit status 0 when every fault is caught and the engine without a fault passes the same checks.
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from longspan.errors import LongspanError
+from longspan.launch import launch
+from longspan.layout import parse_layout
+from longspan.parity.cases import default_cases
+from longspan.parity.cells import Cell
+from longspan.parity.checks import Plan, check_layout
+from longspan.parity.compare import Request, prepare, rank_cell
+from longspan.parity.faults import FAULTS, planted
+from longspan.parity.mutation import Fault
+from longspan.parity.reference import Reference
+from longspan.parity.report import write_json
+
+CASES = ("ppo", "gspo", "distill_topk", "entropy", "together")  # one of each kind of term and reduction
+HANG_S = 40.0  # a launch whose ranks wait for each other is stopped after this
+GROUP_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the checks said of one fault."""
+
+    fault: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def caught_by(self) -> list[str]:
+        return sorted({cell.check for cell in self.cells if not cell.passed})
+
+
+def run(names: Iterable[str] | None = None, steps: int = 2) -> list[Verdict]:
+    """Verdicts of the named faults (None: all), each group after one run without a fault, named "none"."""
+    wanted = [FAULTS[name] for name in (FAULTS if names is None else names)]
+    groups: dict[tuple[str, str], list[Fault]] = {}
+    for fault in wanted:
+        groups.setdefault((fault.model, fault.layout), []).append(fault)
+    verdicts = []
+    for (model, layout), faults in groups.items():
+        verdicts += _group(model, layout, faults, steps)
+    return verdicts
+
+
+def _group(model: str, layout_name: str, faults: Sequence[Fault], steps: int) -> list[Verdict]:
+    layout = parse_layout(layout_name)
+    cases = [case for case in default_cases(value_head=True) if case.name in CASES]
+    request = Request(model=model, layouts={layout_name: layout}, cases=cases, steps=steps)
+    plan, truth = prepare(request, Reference(model, dtype=torch.float64, value_head=True))
+    plan = replace(plan, config=replace(plan.config, layout=layout), probes=plan.probes[:1])
+    with TemporaryDirectory(prefix="longspan-mutants-") as folder:
+        path = Path(folder) / "truth.pt"
+        torch.save(truth, path)
+        calm = [fault.name for fault in faults if not fault.hangs]
+        alone = [fault.name for fault in faults if fault.hangs]
+        try:
+            verdicts = _launch([None, *calm], plan, path, layout_name, GROUP_S)
+        except LongspanError:  # one of them breaks its ranks: find out which
+            verdicts = _launch([None], plan, path, layout_name, GROUP_S)
+            alone = [*calm, *alone]
+        for name in alone:
+            try:
+                verdicts += _launch([name], plan, path, layout_name, HANG_S)
+            except LongspanError as error:
+                first = str(error).strip().splitlines()[0]
+                verdicts.append(Verdict(name, (Cell(layout_name, "run", "", float("inf"), 0.0, first),)))
+    return verdicts
+
+
+def _launch(names: list[str | None], plan: Plan, path: Path, layout: str, timeout_s: float) -> list[Verdict]:
+    results = launch(_in_rank, names, plan, path, layout, ranks=plan.config.layout.ranks, timeout_s=timeout_s)
+    verdicts = []
+    for number, name in enumerate(names):
+        cells, _ = results[0][number]
+        ranks = rank_cell(layout, [result[number][1] for result in results])
+        verdicts.append(Verdict(name or "none", (*cells, ranks)))
+    return verdicts
+
+
+def _in_rank(names: list[str | None], plan: Plan, path: Path, layout: str) -> list[tuple[list[Cell], str]]:
+    truth = torch.load(path, weights_only=False)
+    out = []
+    for name in names:
+        with planted(name):
+            findings = check_layout(layout, plan, truth)
+        out.append((findings.cells, findings.digest.hexdigest()))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Which faults."""
+
+    only: str | None = None
+    """Comma-separated names; all by default."""
+    json: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the table to this file."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; 0 when every fault is caught and nothing is found without one."""
+    options = tyro.cli(Options, args=arguments, prog="python -m longspan.parity.mutants", description=__doc__)
+    started = time.monotonic()
+    verdicts = run(None if options.only is None else options.only.split(","))
+    table = Table(title="planted faults and the checks that caught them")
+    for column in ("fault", "caught by", "what"):
+        table.add_column(column)
+    clean = all(not verdict.caught_by for verdict in verdicts if verdict.fault == "none")
+    planted_ones = [verdict for verdict in verdicts if verdict.fault != "none"]
+    for verdict in planted_ones:
+        table.add_row(verdict.fault, ", ".join(verdict.caught_by) or "[red]nothing[/red]", FAULTS[verdict.fault].what)
+    console = Console()
+    console.print(table)
+    missed = [verdict.fault for verdict in planted_ones if not verdict.caught_by]
+    console.print(
+        f"{len(planted_ones) - len(missed)} of {len(planted_ones)} faults caught, "
+        f"{'no' if clean else 'SOME'} misses without a fault, {time.monotonic() - started:.0f} s"
+    )
+    if options.json is not None:
+        write_json(options.json, {"passed": clean and not missed, "faults": {v.fault: v.caught_by for v in verdicts}})
+    return 0 if clean and not missed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The leak probe's samples: documents over disjoint ids, and one token of one of them changed.
+
+Lengths, media and packing are those of the checked samples. Document d uses ids of its own range only, so a row of
+the input embedding belongs to one document, and its gradient shows what reached that document backwards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.data import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Two batches that differ in one token of `document`."""
+
+    name: str
+    document: int
+    before: Sequence[Sample]
+    after: Sequence[Sample]
+    outside_rows: list[int]  # embedding rows whose ids stand in other documents only
+    embedding: str  # name of the input embedding's parameter
+    loss: (
+        str  # what the gradient probe trains: "value", which leaves a tied head out, or "cross_entropy" for untied ones
+    )
+
+
+def make_probes(
+    samples: Sequence[Sample], *, text_ids: int, special: Sequence[int], embedding: str, loss: str, most: int = 3
+) -> list[Probe]:
+    """Probes of up to `most` documents of 2 tokens or more: the longest, the first, and those spread between.
+
+    text_ids: ids below this are plain text. special: media ids, which keep their places in every document.
+    """
+    share = text_ids // len(samples)
+    if share < 2:
+        raise ValueError(f"{len(samples)} documents do not fit {text_ids} ids: check fewer samples at once")
+    documents = [_renamed(sample, number * share, share, special) for number, sample in enumerate(samples)]
+    able = [number for number, sample in enumerate(documents) if len(sample) > 1 and _text_places(sample, special)]
+    able.sort(key=lambda number: -len(documents[number]))
+    probes = []
+    for document in able[:: max(1, len(able) // most)][:most]:
+        places = _text_places(documents[document], special)
+        place = places[len(places) // 2]
+        after = list(documents)
+        after[document] = _changed(documents[document], place, document * share, share)
+        outside = sorted({int(i) for n, s in enumerate(documents) if n != document for i in s.input_ids} - set(special))
+        name = f"token {place} of sample {document}"
+        probes.append(Probe(name, document, documents, after, outside, embedding, loss))
+    return probes
+
+
+def _text_places(sample: Sample, special: Sequence[int]) -> list[int]:
+    return [place for place, token in enumerate(sample.input_ids.tolist()) if token not in special]
+
+
+def _renamed(sample: Sample, first: int, share: int, special: Sequence[int]) -> Sample:
+    """Text ids moved into first .. first + share - 1, every token trained; media ids and media stay."""
+    kept = torch.isin(sample.input_ids, torch.tensor(list(special), dtype=torch.int64))
+    ids = torch.where(kept, sample.input_ids, first + sample.input_ids % share)
+    targets = first + sample.target_ids.clamp(min=0) % share
+    mask = sample.mask if bool(kept.any()) else torch.ones(len(sample))
+    fields = {name: value for name, value in sample.fields.items() if name in ("return", "temperature")}
+    return Sample(ids, targets, mask, fields=fields, media=sample.media, group=sample.group)
+
+
+def _changed(sample: Sample, place: int, first: int, share: int) -> Sample:
+    ids: Tensor = sample.input_ids.clone()
+    ids[place] = first + (ids[place] - first + 1) % share
+    return Sample(ids, sample.target_ids, sample.mask, fields=sample.fields, media=sample.media, group=sample.group)
