@@ -165,7 +165,8 @@ def test_F9_offsets_past_32_bits():
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 def test_low_precision_results_are_fp32(dtype, limit):
-    """Logits are fp32: log-probs of bf16 parameters are exact to fp32; gradients to their own dtype's rounding (2^-8)."""
+    """Logits are fp32: log-probs of bf16 parameters are exact to fp32; gradients to their own dtype's rounding
+    (2^-8)."""
     case = Case(257)
     low = [x.detach().to(dtype).requires_grad_() for x in case.parameters]
     out = head_outputs(low[0], low[1], case.targets, bias=low[2], temperature=case.temperature, entropy=True, chunk=5)
@@ -244,7 +245,8 @@ def test_absent_teacher_ids_are_zero():
     assert relative(got, want) < LIMIT
 
 
-# One pass ---------------------------------------------------------------------------------------------------------------------
+# One pass
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
@@ -302,7 +304,8 @@ def test_one_pass_without_needed_tokens_or_gradient():
         assert not head_loss(case.hidden, case.weight, case.targets, lambda out, where: out.logprob).total.requires_grad
 
 
-# Full KL ----------------------------------------------------------------------------------------------------------------------
+# Full KL
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
@@ -345,7 +348,8 @@ def test_full_kl_refuses_another_vocabulary():
         head_kl(case.hidden, case.weight, TeacherHead(case.hidden, case.weight), direction="sideways")
 
 
-# Memory and bad input ---------------------------------------------------------------------------------------------------------
+# Memory and bad input
+# ---------------------------------------------------------------------------------------------------------
 
 
 class _Seen(TorchDispatchMode):

@@ -170,7 +170,7 @@ def _outside(log_ratio: Tensor, advantage: Tensor, *, low: float, high: float) -
 
 def _clipped_surrogate(log_ratio: Tensor, advantage: Tensor, *, low: float, high: float) -> Tensor:
     """-min(r A, clip(r, low, high) A). The clipped side is chosen before exp: 0 * inf never enters the gradient."""
-    outside = _outside(log_ratio, advantage, low=low, high=high)
+    outside = _outside(log_ratio, advantage, low=low, high=high) | (advantage == 0)
     bound = torch.where(
         advantage > 0, torch.full_like(advantage, high), torch.full_like(advantage, low)
     )  # two floats would give fp32

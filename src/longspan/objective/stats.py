@@ -58,7 +58,7 @@ class Stats:
     def histogram(self, name: str, value: Tensor, mask: Tensor) -> None:
         """Counts |value| [T] where mask [T]: reported as <name>_p50, _p99, _p99.9."""
         place = torch.floor((value.detach().double().abs().clamp(min=1e-300).log10() - LOW) * PER_DECADE) + 1
-        place = place.clamp(0, BINS - 1).long()
+        place = torch.nan_to_num(place, nan=BINS - 1).clamp(0, BINS - 1).long()  # NaN counts as above the last bin
         counts = torch.zeros(BINS, dtype=torch.int64, device=value.device)  # integer adds: the order does not matter
         _add(self._histograms, name, counts.index_add_(0, place, (mask > 0).long()).double())
 
