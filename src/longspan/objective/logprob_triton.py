@@ -138,7 +138,7 @@ def row_stats(z: Tensor, rows: Rows, into: RowStats) -> None:
 
 
 def logits_gradient(z: Tensor, rows: Rows, stats: RowStats, *, grads: RowGrads, out: Tensor) -> None:
-    """Raw logits z [C, V] -> the gradient with respect to them, into out [C, V]: z, a narrow view of its rows, or apart."""
+    """Raw logits z [C, V] -> the gradient with respect to them, into out [C, V]: z, a narrow view of it, or apart."""
     if z.shape[0] == 0:
         return
     zero = torch.zeros_like(stats.logprob)
