@@ -105,15 +105,15 @@ def _window(block: Block, window: int | None) -> tuple[int | None, int | None]:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """aten reads its process-wide flag; it is set for this call only."""
+    """aten reads its process-wide flag (and ignores it where it only warns); it is set for this call only."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    if not wanted or before:
+    if not wanted or (before and not warn_only):
         yield
         return
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=False)
     try:
         yield
     finally:

@@ -1,0 +1,95 @@
+"""Mixers on two GPUs: every mixer and transport against one GPU, ragged documents, forward and gradients.
+
+fp32 with the reference kernel: 1e-5 relative L2 (other order of sums only). bf16 with the chosen flash kernel: no farther
+from fp32 than one GPU's bf16 is, times 1.2 (DESIGN.md). Control: keys of the wrong layout are far off.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.launch import launch, world
+from longspan.layout import make_seqinfo
+from longspan.layout.mesh import CPGroup
+from longspan.mixers import Gather, Local, Mixer, Ring, Ulysses
+from longspan.mixers.kernels import Kernel
+from longspan.mixers.kernels.choose import choose_kernel
+from longspan.mixers.kernels.reference import Reference
+from longspan.mixers.symmetric import Symmetric
+from longspan.mixers.transport import Collective
+from longspan.mixers.ulysses_overlap import OverlappedUlysses
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(300),
+]
+LENGTHS = (1400, 4, 24, 3000, 20)
+HEADS, KV_HEADS, DIM = 8, 4, 64
+
+
+def mixers(device: torch.device) -> list[tuple[str, Mixer]]:
+    found: list[tuple[str, Mixer]] = [("ulysses", Ulysses()), ("gather", Gather())]
+    for name, transport in (("nccl", Collective()), ("symmetric", Symmetric(device))):
+        found += [(f"ring {name}", Ring(transport)), (f"overlapped {name}", OverlappedUlysses(transport))]
+    return found
+
+
+def attend(mixer: Mixer, info: Any, kernel: Kernel, tensors: list[Tensor], window: int | None) -> list[Tensor]:
+    """This rank's out, dq, dk, dv; three times, so that buffers are used again. The results must not move."""
+    index = info.index.to(tensors[0].device)
+    q, k, v, dout = (x[index].contiguous() for x in tensors)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    prepared = mixer.prepare(info, q.device)
+    runs = []
+    for _ in range(3):
+        out = mixer.attend(*inputs, prepared, scale=DIM**-0.5, kernel=kernel, window=window)
+        runs.append([out.detach(), *torch.autograd.grad(out, inputs, dout)])
+    assert torch.equal(runs[0][0], runs[2][0])
+    return runs[-1]
+
+
+def relative(found: list[Tensor], whole: list[Tensor], index: Tensor) -> list[float]:
+    pairs = [(a.double(), b[index.to(b.device)].double()) for a, b in zip(found, whole, strict=True)]
+    return [float((a - b).norm() / b.norm()) for a, b in pairs]
+
+
+def compare() -> list[tuple[str, list[float], list[float]]]:
+    """(case, errors, allowed errors) of this rank."""
+    device, rank = world().device, dist.get_rank()
+    group = CPGroup(dist.group.WORLD, rank, 2, (0, 1))
+    generator = torch.Generator(device=device).manual_seed(0)
+    shapes = [(sum(LENGTHS), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    tensors = [torch.randn(s, device=device, generator=generator).bfloat16().float() for s in shapes]
+    cu = torch.tensor([0, *LENGTHS]).cumsum(0)
+    alone = make_seqinfo("identity", cu, CPGroup.alone(rank))
+    flash, found = choose_kernel(device, torch.bfloat16, DIM), []
+    narrow = [x.bfloat16() for x in tensors]
+    for window in (None, 100):
+        exact = attend(Local(), alone, Reference(), tensors, window)
+        single = relative(attend(Local(), alone, flash, narrow, window), exact, alone.index)
+        for kind in ("contiguous", "zigzag"):
+            info = make_seqinfo(kind, cu, group)
+            for name, mixer in mixers(device):
+                case = f"{name} {kind} window {window}"
+                errors = relative(attend(mixer, info, Reference(), tensors, window), exact, info.index)
+                found.append((f"{case} fp32", errors, [1e-5] * 4))
+                errors = relative(attend(mixer, info, flash, narrow, window), exact, info.index)
+                found.append((f"{case} bf16", errors, [1.2 * error for error in single]))
+    other = make_seqinfo("zigzag", cu, group)
+    swapped = attend(Ring(Collective()), make_seqinfo("contiguous", cu, group), Reference(), tensors, None)
+    found.append(("control", [0.0], [relative(swapped, exact, other.index)[0] - 0.5]))
+    return found
+
+
+def test_mixers_equal_one_gpu() -> None:
+    for rank, cases in enumerate(launch(compare, ranks=2, timeout_s=240)):
+        for name, errors, allowed in cases:
+            print(
+                rank, name, " ".join(f"{error:.2e}/{limit:.2e}" for error, limit in zip(errors, allowed, strict=True))
+            )
+        wrong = [name for name, errors, allowed in cases if any(e > a for e, a in zip(errors, allowed, strict=True))]
+        assert not wrong, (rank, wrong)
