@@ -1,6 +1,6 @@
 """Mixers on two GPUs: every mixer and transport against one GPU, ragged documents, forward and gradients.
 
-fp32 with the reference kernel: 1e-5 relative L2 (other order of sums only). bf16 with the chosen flash kernel: no farther
+fp32 with the reference kernel: 1e-5 relative L2 (other order of sums only). bf16 with the chosen kernel: no farther
 from fp32 than one GPU's bf16 is, times 1.2 (DESIGN.md). Control: keys of the wrong layout are far off.
 """
 
