@@ -245,8 +245,7 @@ def test_absent_teacher_ids_are_zero():
     assert relative(got, want) < LIMIT
 
 
-# One pass
-# ---------------------------------------------------------------------------------------------------------------------
+# One pass ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
@@ -304,8 +303,7 @@ def test_one_pass_without_needed_tokens_or_gradient():
         assert not head_loss(case.hidden, case.weight, case.targets, lambda out, where: out.logprob).total.requires_grad
 
 
-# Full KL
-# ----------------------------------------------------------------------------------------------------------------------
+# Full KL ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
@@ -348,8 +346,7 @@ def test_full_kl_refuses_another_vocabulary():
         head_kl(case.hidden, case.weight, TeacherHead(case.hidden, case.weight), direction="sideways")
 
 
-# Memory and bad input
-# ---------------------------------------------------------------------------------------------------------
+# Memory and bad input ---------------------------------------------------------------------------------------
 
 
 class _Seen(TorchDispatchMode):

@@ -158,87 +158,7 @@ def test_loss_maps_tokens_to_tokens():
     assert not torch.equal(whole[half], whole[T // 2 :])
 
 
-# Masks
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-# ------------------------------------------------------------------------------------------------------------------------
+# Masks ------------------------------------------------------------------------------------------------------
 
 
 def objectives() -> list[Objective]:
@@ -323,7 +243,7 @@ def test_terms_have_their_own_weights():
     assert abs(shared.item() - want.item()) > 1e-3
 
 
-# Equal losses -----------------------------------------------------------------------------------------------------------------
+# Equal losses -----------------------------------------------------------------------------------------------
 
 
 def test_A4_cross_entropy_is_importance_sampling_at_ratio_1():
@@ -373,7 +293,7 @@ def test_N4_loss_is_minus_weight_times_logprob():
     assert report["logprob/mean"] == pytest.approx(-want / case.weight.sum().item(), rel=1e-13)
 
 
-# One pass through the head ----------------------------------------------------------------------------------------------------
+# One pass through the head ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -419,7 +339,7 @@ def test_one_pass_is_for_token_wise_losses_of_the_head():
     assert not Objective(lambda out, fields: out.logprob * out.value, uses=("value",), token_wise=True).one_pass
 
 
-# Settings ---------------------------------------------------------------------------------------------------------------------
+# Settings ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,7 @@ def _positive(loss: str, option: str, number: float | None) -> None:
         )
 
 
-# Options
-# ----------------------------------------------------------------------------------------------------------------------
+# Options ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +142,7 @@ class DistillTopK:
 Options = NoOptions | PPO | CISPO | GSPO | DRO | Value | DistillTopK
 
 
-# Ratio losses
-# -----------------------------------------------------------------------------------------------------------------
+# Ratio losses -----------------------------------------------------------------------------------------------
 
 
 def cross_entropy(out: TokenOut, fields: Fields, options: NoOptions) -> Tensor:
@@ -250,8 +248,7 @@ def gspo_clipped(out: TokenOut, fields: Fields, options: GSPO) -> Tensor:
     return _outside(_sequence_log_ratio(out, fields), fields["advantage"], low=low, high=high)
 
 
-# Values and teachers
-# ----------------------------------------------------------------------------------------------------------
+# Values and teachers ----------------------------------------------------------------------------------------
 
 
 def value_loss(out: TokenOut, fields: Fields, options: Value) -> Tensor:
@@ -280,8 +277,7 @@ def distill_full(out: TokenOut, fields: Fields, options: NoOptions) -> Tensor:
     return out.need_teacher_kl("distill_full")
 
 
-# Terms beside the main loss
-# ---------------------------------------------------------------------------------------------------
+# Terms beside the main loss ---------------------------------------------------------------------------------
 
 
 def _k1(d: Tensor) -> Tensor:
@@ -313,8 +309,7 @@ def entropy_bonus(out: TokenOut, fields: Fields) -> Tensor:
     return -out.need_entropy("entropy")
 
 
-# The table
-# --------------------------------------------------------------------------------------------------------------------
+# The table --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
