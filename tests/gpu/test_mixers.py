@@ -1,6 +1,7 @@
 """Mixers on two GPUs: every mixer and transport against one GPU, ragged documents, forward and gradients.
 
-fp32 with the reference kernel: 1e-5 relative L2 (other order of sums only). bf16 with the chosen kernel: no farther
+dk and dv of ring and gather add two parts that a kernel rounded to bf16, where one GPU rounds once: two roundings of
+2^-9 more. fp32 with the reference kernel: 1e-5 relative L2 (other order of sums only). bf16 with the chosen kernel: no farther
 from fp32 than one GPU's bf16 is, times 1.2 (DESIGN.md). Control: keys of the wrong layout are far off.
 """
 
@@ -57,6 +58,12 @@ def relative(found: list[Tensor], whole: list[Tensor], index: Tensor) -> list[fl
     return [float((a - b).norm() / b.norm()) for a, b in pairs]
 
 
+def allowed(name: str, single: list[float]) -> list[float]:
+    parts = "ring" in name or "gather" in name
+    extra = [0.0, 0.0, *[2 * 2**-18 if parts else 0.0] * 2]
+    return [1.2 * (error**2 + more) ** 0.5 for error, more in zip(single, extra, strict=True)]
+
+
 def compare() -> list[tuple[str, list[float], list[float]]]:
     """(case, errors, allowed errors) of this rank."""
     device, rank = world().device, dist.get_rank()
@@ -78,7 +85,7 @@ def compare() -> list[tuple[str, list[float], list[float]]]:
                 errors = relative(attend(mixer, info, Reference(), tensors, window), exact, info.index)
                 found.append((f"{case} fp32", errors, [1e-5] * 4))
                 errors = relative(attend(mixer, info, flash, narrow, window), exact, info.index)
-                found.append((f"{case} bf16", errors, [1.2 * error for error in single]))
+                found.append((f"{case} bf16", errors, allowed(name, single)))
     other = make_seqinfo("zigzag", cu, group)
     swapped = attend(Ring(Collective()), make_seqinfo("contiguous", cu, group), Reference(), tensors, None)
     found.append(("control", [0.0], [relative(swapped, exact, other.index)[0] - 0.5]))

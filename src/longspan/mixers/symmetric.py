@@ -19,6 +19,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from longspan.layout.mesh import CPGroup
+from longspan.mixers.transport import copy_rows
 
 __all__ = ["Symmetric", "symmetric_refusal"]
 
@@ -119,7 +120,7 @@ class Symmetric:
         slots = self._of(group, size)
         slot = slots.open()
         for x, offset in zip(tensors, offsets, strict=True):
-            slots.view(group.rank, slot, offset, tuple(x.shape), x.dtype).copy_(x)
+            copy_rows(slots.view(group.rank, slot, offset, tuple(x.shape), x.dtype), x)
         received = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
         slots.post()
         source = (group.rank - hops) % group.size

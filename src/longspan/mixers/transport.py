@@ -17,7 +17,28 @@ from torch import Tensor
 from longspan.layout.comm import rotate
 from longspan.layout.mesh import CPGroup
 
-__all__ = ["Arrival", "Collective", "Transport"]
+__all__ = ["Arrival", "Collective", "Transport", "copy_rows"]
+
+WIDE = torch.complex128  # 16 bytes: the widest element that a strided copy moves at once
+
+
+def copy_rows(into: Tensor, values: Tensor) -> None:
+    """into.copy_(values), in elements of 16 bytes where the rows allow it.
+
+    torch copies strided tensors element by element: bf16 then moves at about 1.2 TB/s on an H200, 16-byte elements at
+    the memory's speed. The bytes are the same.
+    """
+    if into.dtype == values.dtype and into.is_cuda and _widens(into) and _widens(values):
+        into.view(WIDE).copy_(values.view(WIDE))
+    else:
+        into.copy_(values)
+
+
+def _widens(x: Tensor) -> bool:
+    """Whether x's rows start and end at multiples of 16 bytes."""
+    step = WIDE.itemsize // x.element_size()
+    numbers = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and all(number % step == 0 for number in numbers)
 
 
 class Arrival(Protocol):

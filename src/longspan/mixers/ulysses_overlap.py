@@ -22,7 +22,7 @@ from longspan.layout.seqinfo import SeqInfo
 from longspan.mixers.attention import Saved, SizeCheck, Work
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.local import LocalPrepared
-from longspan.mixers.transport import Arrival, Transport
+from longspan.mixers.transport import Arrival, Transport, copy_rows
 from longspan.mixers.ulysses import Ulysses, UlyssesPrepared, _collect, _deal, kv_heads_by_rank
 
 __all__ = ["OverlappedUlysses"]
@@ -123,7 +123,7 @@ def _send_qkv(plan: Plan, transport: Transport, parts: tuple[Tensor, Tensor, Ten
 
     def fill(out: Tensor) -> None:
         for columns, part in zip(out.split(plan.widths, -1), parts, strict=True):
-            columns.unflatten(-1, part.shape[2:]).copy_(part)
+            copy_rows(columns.unflatten(-1, part.shape[2:]), part)
 
     shape = (plan.group.size, plan.tokens, sum(plan.widths))
     return transport.exchange(shape, parts[0], fill, plan.group)
@@ -132,7 +132,7 @@ def _send_qkv(plan: Plan, transport: Transport, parts: tuple[Tensor, Tensor, Ten
 def _send_out(plan: Plan, transport: Transport, part: Tensor) -> Arrival:
     """out or its gradient [N, T/N, h, Dv]."""
     shape = (plan.group.size, plan.tokens, plan.q_heads * plan.v_dim)
-    return transport.exchange(shape, part, lambda out: out.unflatten(-1, part.shape[2:]).copy_(part), plan.group)
+    return transport.exchange(shape, part, lambda out: copy_rows(out.unflatten(-1, part.shape[2:]), part), plan.group)
 
 
 def _split(plan: Plan, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +181,7 @@ class _Overlapped(torch.autograd.Function):
             outs.append(out)
             lses.append(lse)
         for g, arrival in enumerate(leaving):
-            plan.part(result, g).copy_(arrival.wait()[0].unflatten(-1, (plan.q_heads, plan.v_dim)))
+            copy_rows(plan.part(result, g), arrival.wait()[0].unflatten(-1, (plan.q_heads, plan.v_dim)))
         if saved is not None and kept is None:
             saved.put(torch.stack(outs).detach(), torch.stack(lses))
         ctx.save_for_backward(*inputs, *outs, *lses)
@@ -206,7 +206,7 @@ class _Overlapped(torch.autograd.Function):
         dk, dv = grads[0].new_empty(plan.tokens, *dealt), grads[0].new_empty(plan.tokens, dealt[0], plan.v_dim)
         for g, arrival in enumerate(leaving):
             for total, part in zip((dq, dk, dv), _split(plan, arrival.wait()[0]), strict=True):
-                plan.part(total, g).copy_(part)
+                copy_rows(plan.part(total, g), part)
         dk, dv = _collect(dk, plan.slots, ctx.shapes[1][1]), _collect(dv, plan.slots, ctx.shapes[2][1])
         return dq, dk, dv, None, None, None, None
 
