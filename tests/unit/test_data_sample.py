@@ -115,7 +115,9 @@ def test_orientation_is_applied_to_size_and_pixels(tmp_path):
 
 def test_equal_pictures_have_equal_keys(tmp_path):
     pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-    assert Image(pixels).key() == Image(torch.from_numpy(pixels.copy())).key() == Image(PIL.Image.fromarray(pixels)).key()
+    assert (
+        Image(pixels).key() == Image(torch.from_numpy(pixels.copy())).key() == Image(PIL.Image.fromarray(pixels)).key()
+    )
     assert Image(pixels).key() != Image(pixels[::-1]).key()
     assert Image(pixels / 255.0).key() == Image(pixels).key()
     path = tmp_path / "a.png"

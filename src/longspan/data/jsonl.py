@@ -1,0 +1,171 @@
+"""Samples as JSON lines: one object a line, UTF-8.
+
+    {"input_ids": [5, 6, 7], "target_ids": [6, 7, -100], "mask": [0, 1, 0],
+     "fields": {"advantage": [0.0, 0.5, 0.0]},
+     "media": [{"image": "pictures/a.png"}, {"video": "clips/b", "timestamps": [0.0, 0.5]}],
+     "group": "prompt-17", "adapter": null}
+
+`input_ids`, `target_ids` (already shifted) and `mask` are required, the rest is optional; other keys are refused.
+Media are paths relative to the file's folder (absolute ones stay); a video is a folder of frames. Numbers with a point
+are read as f64, so that f32 values come back equal. Writing keeps pictures that have a path and saves pixels as PNG
+beside the file.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+
+from longspan.data.media import Image, Video
+from longspan.data.sample import Media, Sample
+from longspan.errors import UserError
+
+REQUIRED = ("input_ids", "target_ids", "mask")
+KEYS = (*REQUIRED, "fields", "media", "group", "adapter")
+
+
+def read_jsonl(path: str | Path) -> list[Sample]:
+    """All samples of a file; the first bad line is refused by its number."""
+    samples = list(iterate_jsonl(path))
+    if not samples:
+        raise UserError(f"{path} holds no sample. Write one JSON object a line.")
+    return samples
+
+
+def iterate_jsonl(path: str | Path) -> Iterator[Sample]:
+    """The samples of a file, one by one; blank lines are skipped."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist or is no file (working directory {Path.cwd()}). Check the path.")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield sample_from_json(json.loads(line), path.parent)
+                except json.JSONDecodeError as error:
+                    raise UserError(
+                        f"{path} line {number}: not JSON: {error}. Each line is one whole object."
+                    ) from None
+                except UserError as error:
+                    raise UserError(f"{path} line {number}: {error}") from None
+
+
+def sample_from_json(record: object, folder: Path) -> Sample:
+    """A sample from one decoded line; media paths are relative to `folder`."""
+    if not isinstance(record, dict):
+        raise UserError(f'a sample is an object, got {type(record).__name__}. Write {{"input_ids": [...], ...}}.')
+    unknown = sorted(set(record) - set(KEYS))
+    missing = [key for key in REQUIRED if record.get(key) is None]
+    if unknown or missing:
+        raise UserError(
+            f"missing keys {missing}, unknown keys {unknown}; a sample has {list(KEYS)}, per-token fields in 'fields'."
+        )
+    fields = record.get("fields") or {}
+    if not isinstance(fields, dict):
+        raise UserError(f"'fields' is a {type(fields).__name__}, not an object of per-token lists.")
+    for name in REQUIRED:
+        if not isinstance(record[name], list):
+            raise UserError(f"{name!r} is a {type(record[name]).__name__}, not a list with one number a token.")
+    group, adapter = record.get("group"), record.get("adapter")
+    if not isinstance(group, str | int | None) or not isinstance(adapter, str | None):
+        raise UserError(f"'group' is a string or an integer and 'adapter' a string, got {group!r} and {adapter!r}.")
+    media = record.get("media") or []
+    if not isinstance(media, list):
+        raise UserError(
+            f'\'media\' is a {type(media).__name__}, not a list of {{"image": PATH}} or {{"video": FOLDER}}.'
+        )
+    return Sample(
+        record["input_ids"],
+        record["target_ids"],
+        record["mask"],
+        fields=fields,
+        media=[_media(item, folder) for item in media],
+        group=group,
+        adapter=adapter,
+    )
+
+
+def _media(item: object, folder: Path) -> Media:
+    if (
+        not isinstance(item, dict)
+        or len({"image", "video"} & set(item)) != 1
+        or set(item) - {"image", "video", "timestamps"}
+    ):
+        raise UserError(
+            f'media item {item!r} is neither {{"image": PATH}} nor {{"video": FOLDER, "timestamps": [...]}}.'
+        )
+    kind = "image" if "image" in item else "video"
+    if not isinstance(item[kind], str):
+        raise UserError(f"media item {item!r}: the {kind} is a path, got {type(item[kind]).__name__}.")
+    path = folder / item[kind]
+    if not path.exists():
+        raise UserError(f"{kind} {path} does not exist. Media paths are relative to the JSONL file's folder.")
+    if kind == "image":
+        return Image(path)
+    stamps = item.get("timestamps")
+    return Video(path, None if stamps is None else tuple(stamps))
+
+
+def write_jsonl(path: str | Path, samples: Iterable[Sample]) -> None:
+    """Writes a file that `read_jsonl` reads back; whole or not at all."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("w", encoding="utf-8") as out:
+            for sample in samples:
+                out.write(json.dumps(sample_to_json(sample, path), allow_nan=False) + "\n")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def sample_to_json(sample: Sample, path: Path) -> Mapping[str, object]:
+    """One line's object for a file at `path`; pixels are saved under `<path's stem>_media`."""
+    record: dict[str, object] = {
+        "input_ids": sample.input_ids.tolist(),
+        "target_ids": sample.target_ids.tolist(),
+        "mask": [int(value) for value in sample.mask.tolist()],
+    }
+    if sample.fields:
+        record["fields"] = {name: values.tolist() for name, values in sample.fields.items()}
+    if sample.media:
+        record["media"] = [_media_json(item, path) for item in sample.media]
+    if sample.group is not None:
+        record["group"] = sample.group
+    if sample.adapter is not None:
+        record["adapter"] = sample.adapter
+    return record
+
+
+def _media_json(item: Media, path: Path) -> dict[str, object]:
+    store = path.with_name(path.stem + "_media")
+    if isinstance(item, Image):
+        if isinstance(item.source, str | os.PathLike):
+            return {"image": _relative(Path(item.source), path.parent)}
+        name = store / f"{item.key()[-1]}.png"
+        _save(item.load(), name)
+        return {"image": _relative(name, path.parent)}
+    if isinstance(item.source, str | os.PathLike):
+        target = Path(item.source)
+    else:
+        frames = item.load()
+        target = store / str(Video(frames).key()[-2])
+        for number, frame in enumerate(frames):
+            _save(PIL.Image.fromarray(np.asarray(frame)), target / f"{number:06d}.png")
+    record: dict[str, object] = {"video": _relative(target, path.parent)}
+    return record if item.timestamps is None else record | {"timestamps": list(item.timestamps)}
+
+
+def _save(image: PIL.Image.Image, path: Path) -> None:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(path)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    """Relative where the file lies below the JSONL's folder, else absolute."""
+    path, folder = path.resolve(), folder.resolve()
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
