@@ -8,6 +8,7 @@ hide a leaking or a lost state.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -189,8 +190,13 @@ def test_a_dropped_boundary_is_caught() -> None:
     assert hidden > 1e-3 and gradient > 1e-3
 
 
+def keep(rows: list[Tensor], module: nn.Module, inputs: object, output: Tensor) -> None:
+    output.retain_grad()
+    rows.append(output)
+
+
 def test_another_document_changes_no_bit() -> None:
-    """Leak probe: same shapes, one token of one document changed; hidden states and embedding gradients of all others."""
+    """Leak probe: same shapes, one token of one document changed; hidden states and embedding gradients of others."""
     samples = text_samples()
     results = []
     for token in (5, 6):
@@ -198,12 +204,10 @@ def test_another_document_changes_no_bit() -> None:
         changed[20] = token
         row = [*samples[:4], dataclasses.replace(samples[4], input_ids=changed), samples[5]]
         adapter = load("qwen3_5", torch.float64)
-        rows = []
-        table = adapter.model.get_input_embeddings()
-        handle = table.register_forward_hook(lambda *args: rows.append(args[2]) or args[2].retain_grad())
+        rows: list[Tensor] = []
+        adapter.model.get_input_embeddings().register_forward_hook(functools.partial(keep, rows))
         hidden = packed(adapter, row)
         loss_of(hidden).backward()
-        handle.remove()
         results.append((torch.cat(hidden, 1).T, rows[0].grad))
     (hidden_a, grad_a), (hidden_b, grad_b) = results
     start, stop = sum(LENGTHS[:4]), sum(LENGTHS[:5])

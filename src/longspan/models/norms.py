@@ -1,8 +1,9 @@
 """RMS norms with weights about zero or a gate, computed in fp32, and in fp64 for an fp64 model.
 
-transformers computes them in fp32 whatever the model's dtype; the weight's gradient is then a sum over tokens in fp32, which depends
-on packing and ranks by 1e-7 relative, above the 1e-8 that an fp64 run is held to. So these take the place of the instances while
-an adapter is built: same parameter names and, in fp32 and bf16, the same operations in the same order.
+transformers computes them in fp32 whatever the model's dtype; the weight's gradient is then a sum over tokens in
+fp32, which depends on packing and ranks by 1e-7 relative, above the 1e-8 that an fp64 run is held to. So these take
+the place of the instances while an adapter is built: same parameter names and, in fp32 and bf16, the same operations
+in the same order.
 """
 
 import torch
@@ -13,7 +14,7 @@ from longspan.mixers.precision import accumulator
 
 __all__ = ["GatedRMSNorm", "ZeroCentredRMSNorm", "replace_zero_centred_norms"]
 
-ZERO_CENTRED = ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm")
+ZERO_CENTRED = ("Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm")
 
 
 class ZeroCentredRMSNorm(nn.Module):
@@ -30,7 +31,7 @@ class ZeroCentredRMSNorm(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """x / rms(x) * weight * silu(gate) over the last dim; the weight's product in the model's dtype, as transformers does."""
+    """x / rms(x) * weight * silu(gate) over the last dim; the weight's product in the model's dtype, as in HF."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
