@@ -1,17 +1,19 @@
 """Longspan: exact reinforcement learning of language and vision-language models on long sequences.
 
 A layout changes speed and memory, never the numbers. Read engine/engine.py first, then the folders in the order of docs/tour.md.
-Names are loaded on first use, so that `import longspan` stays cheap.
+Other names are loaded on first use, so that `import longspan` stays cheap.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# Eager: the submodule has the same name, and loading it later would put the module in the function's place.
+from longspan.launch import launch, world
+
 if TYPE_CHECKING:
     from longspan.data import Image, Sample, Video
     from longspan.engine import SGD, AdamW, Engine, EngineConfig
     from longspan.errors import CheckpointError, LongspanError, OutOfMemory, RankError, UserError
-    from longspan.launch import launch, world
     from longspan.layout import Layout
     from longspan.models.expand import expand
     from longspan.objective import Objective
@@ -34,8 +36,6 @@ _HOMES = {
     "UserError": "longspan.errors",
     "Video": "longspan.data",
     "expand": "longspan.models.expand",
-    "launch": "longspan.launch",
-    "world": "longspan.launch",
 }
 
 __all__ = [

@@ -180,9 +180,9 @@ class Engine:
         objective = objective if isinstance(objective, Objective) else Objective(objective)
         if not samples:
             raise UserError("the batch has no samples. Pass at least one")
-        objective.check(samples)
         if objective.needs_value and not self.config.value_head:
             raise UserError(f"objective {objective.name!r} trains values: build the engine with EngineConfig(value_head=True)")
+        objective.check(samples)
         return objective
 
     def _admit(self, samples: Sequence[Sample], fields: Sequence[str], weights: Mapping[str, Sequence[Tensor]]) -> Batch:

@@ -1,0 +1,17 @@
+"""Shared by all tests: one thread a process, and a fork server that is warm before the first clock starts."""
+
+import pytest
+import torch
+
+from longspan.launch import launch
+
+
+def pytest_configure():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(request):
+    """Start the server where any collected test launches ranks; it imports torch and transformers once (10 to 20 s)."""
+    if any("dist" in str(item.path) or "parity" in str(item.path) or "e2e" in str(item.path) for item in request.session.items):
+        launch(int, ranks=1, timeout_s=300)
