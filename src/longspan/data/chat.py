@@ -59,6 +59,7 @@ class _Trajectory:
     ids: list[int]
     said: list[bool]
     logprobs: list[float] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)  # what the template puts behind the last turn and nobody said
     trained: bool = False
 
     def add(self, ids: Sequence[int], *, said: bool, logprobs: Sequence[float] | None = None) -> None:
@@ -99,8 +100,10 @@ def chat_samples(
     template_settings: Mapping[str, object] | None = None,
     group: str | int | None = None,
 ) -> list[Sample]:
-    """The samples of one dialogue: one, or one a fork. `template_settings` go to the chat template
-    (enable_thinking=...)."""
+    """The samples of one dialogue: one, or one a fork. A VLM's `processor` renders and its tokenizer encodes.
+
+    `template_settings` go to the chat template (enable_thinking=...).
+    """
     if rewrite not in ("refuse", "fork"):
         raise UserError(f"rewrite={rewrite!r} is unknown. Use 'refuse' or 'fork'.")
     _check_roles(messages)
@@ -144,18 +147,17 @@ def _extend(current: _Trajectory, prompt: list[int], base: list[int] | None, *, 
     if prompt[: len(current.ids)] == current.ids:
         current.add(prompt[len(current.ids) :], said=False)
         return current
-    # Recorded ids may spell a turn in other tokens than its text: what counts is what the template adds behind the
-    # turn.
+    # Recorded ids may spell a turn in other tokens than its text: what counts is what the template adds behind it.
     if exact or base is None or prompt[: len(base)] != base:
         return None
-    current.add(prompt[len(base) :], said=False)
+    current.add([*current.pending, *prompt[len(base) :]], said=False)
     return current
 
 
 def _say(
     current: _Trajectory, render: _Renderer, messages: Sequence[Message], number: int, prompt: list[int]
 ) -> list[int]:
-    """Adds an assistant turn; gives the render up to and with it, or the ids themselves where they can stand for it."""
+    """Adds an assistant turn; gives the render up to and with it."""
     message = messages[number]
     trained = message.get("train", True) is not False
     spoken = _recorded(message, "token_ids", number)
@@ -168,15 +170,14 @@ def _say(
         end = len(turn) - len(closing) if closing and turn[len(turn) - len(closing) :] == closing else len(turn)
         stop = _stop(render, closing) if end < len(turn) else 0
         current.add(turn[: end + stop], said=trained)
-        current.add(turn[end + stop :], said=False)
+        current.pending = turn[end + stop :]
         return whole
     logprobs = message.get("logprobs")
     if logprobs is not None and (not isinstance(logprobs, Sequence) or len(logprobs) != len(spoken)):
         raise UserError(f"message {number}: 'logprobs' must have one number for each of its {len(spoken)} token_ids.")
     current.add(spoken, said=trained, logprobs=logprobs)
-    if number + 1 < len(messages):  # what the template puts behind the turn, as far as the sampler did not say it
-        said = max(k for k in range(len(closing) + 1) if k <= len(spoken) and spoken[len(spoken) - k :] == closing[:k])
-        current.add(closing[said:], said=False)
+    said = max(k for k in range(len(closing) + 1) if k <= len(spoken) and spoken[len(spoken) - k :] == closing[:k])
+    current.pending = closing[said:]
     return whole
 
 
