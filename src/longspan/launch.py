@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from longspan.errors import LongspanError, RankError, UserError
 
-__all__ = ["World", "launch", "world"]
+__all__ = ["World", "is_rank", "launch", "world"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 GRACE_S = 3.0  # how long the other ranks may take to end by themselves after the first failure
@@ -58,11 +58,16 @@ def world() -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(os.environ.get("LONGSPAN_DEVICE", "auto"), local_rank)
     if not dist.is_initialized():
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if is_rank():
             dist.init_process_group(_backend(device), timeout=COLLECTIVE_TIMEOUT)
         else:
             dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+def is_rank() -> bool:
+    """Whether torchrun, Slurm (with RANK and WORLD_SIZE exported) or `launch` started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(
