@@ -240,7 +240,6 @@ def config() -> DigitsJob:
             group_size=8,
             max_new_tokens=2,
             loss=Loss("importance_sampling", entropy=0.03),
-            gap_every=10,
             optimizer=AdamW(lr=5e-4, betas=(0.9, 0.95), weight_decay=0.01, clip_norm=1.0),
             schedule=Schedule("linear", warmup_steps=5, floor=0.1),
             eval_every=20,

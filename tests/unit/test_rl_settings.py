@@ -28,7 +28,6 @@ GOOD = {"steps": 4, "prompts": 8, "group_size": 4, "max_new_tokens": 2, "loss": 
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"eval_samples": 0}, "eval_samples=0"),
         ({"sampler_prompts": 0}, "sampler_prompts=0"),
-        ({"gap_every": -1}, "gap_every=-1"),
         ({"group_size": 1}, "group_size=1 leaves a rollout without a baseline"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"advantage": "best"}, "advantage='best' is not one of"),

@@ -29,6 +29,7 @@ class MetricsWriter:
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         line = {"stage": stage, "step": step, "time/wall_s": round(time.time() - self.start, 3)}
+        assert not line.keys() & values.keys(), line.keys() & values.keys()
         line |= {name: _plain(value) for name, value in values.items()}
         append_jsonl(self.path, [line])
         for copy in self.copies:

@@ -102,7 +102,6 @@ class Grpo:
     advantage: str = "grpo"
     normalise: str = "token"
     old_logprob: Literal["sampler", "engine"] = "sampler"
-    gap_every: int = 1
     optimizer: AdamW = field(default_factory=lambda: AdamW(lr=1e-5, clip_norm=1.0))
     schedule: Schedule = field(default_factory=Schedule)
     eval_every: int = 0
@@ -115,7 +114,6 @@ class Grpo:
             ("prompts", self.prompts, 1),
             ("max_new_tokens", self.max_new_tokens, 1),
             ("epochs", self.epochs, 1),
-            ("gap_every", self.gap_every, 0),
             ("eval_every", self.eval_every, 0),
             ("eval_samples", self.eval_samples, 1),
             ("sampler_prompts", self.sampler_prompts, 1),

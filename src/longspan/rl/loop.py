@@ -21,7 +21,7 @@ from longspan.rl.advantage import ADVANTAGES
 from longspan.rl.config import Grpo, check_start
 from longspan.rl.evaluate import describe, evaluate
 from longspan.rl.gap import logprob_gap
-from longspan.rl.numbers import merge_updates, reward_numbers
+from longspan.rl.numbers import first_gap, merge_updates, reward_numbers, step_numbers
 from longspan.rl.reference import frozen_reference
 from longspan.rl.rollout import EmbeddedSampler, Sampling, sample_shared
 from longspan.rl.run import Position, Run
@@ -58,7 +58,9 @@ def grpo(engine: Engine, task: Task, config: Grpo, run: Run, *, stage: str = "gr
                 advantages = advantage(list(chain(*rewards)), ids)
                 samples = to_samples(prompts, groups, advantages, config.temperature)
             with phases("logprobs"):
-                samples, gap = old_logprobs(engine, samples, config, step)
+                gap = {}
+                if config.old_logprob == "engine":
+                    samples, gap = recomputed(engine, samples)
                 if reference is not None:
                     samples = with_logprobs(samples, "ref_logprob", logprobs(reference, samples))
             with phases("update"):
@@ -70,7 +72,9 @@ def grpo(engine: Engine, task: Task, config: Grpo, run: Run, *, stage: str = "gr
             if config.eval_every and (last or (step + 1) % config.eval_every == 0):
                 with phases("evaluate"):
                     numbers |= _evaluate(sampler, task, config, run, position)
-            numbers |= reward_numbers(rewards, groups) | gap | phases.take()
+            numbers |= (
+                reward_numbers(rewards, groups) | gap | phases.take()
+            )  # a gap of all samples replaces the first batch's
             numbers["tok/per_s"] = config.epochs * sum(len(sample) for sample in samples) / numbers["time/update_s"]
             run.record(position, numbers, rows_of(prompts, rewards))
             progress.show(step + 1, numbers)
@@ -121,24 +125,17 @@ def with_logprobs(samples: Sequence[Sample], name: str, values: Sequence[Tensor]
     return [with_field(sample, name, found) for sample, found in zip(samples, values, strict=True)]
 
 
-def old_logprobs(
-    engine: Engine, samples: list[Sample], config: Grpo, step: int
-) -> tuple[list[Sample], dict[str, float]]:
-    """The samples with old_logprob as the settings say, and the gap where it is measured in this round."""
-    from_engine = config.old_logprob == "engine"
-    if not from_engine and (not config.gap_every or step % config.gap_every):
-        return samples, {}
+def recomputed(engine: Engine, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
+    """The samples with the engine's own log-probs as old_logprob, and the gap to the sampler's."""
     trainer = logprobs(engine, samples)
     gap = logprob_gap([s.fields["old_logprob"] for s in samples], trainer, [s.mask for s in samples])
-    if from_engine:
-        samples = with_logprobs(samples, "old_logprob", trainer)
-    return samples, gap
+    return with_logprobs(samples, "old_logprob", trainer), gap
 
 
 def update(
     engine: Engine, samples: Sequence[Sample], objective: Objective, config: Grpo, step: int
 ) -> dict[str, float]:
-    """All optimizer steps of a round; groups stay whole. Returns their numbers merged, and the last learning rate."""
+    """All optimizer steps of a round; groups stay whole. Returns their numbers merged, and the gap before the first."""
     size = config.group_size * (config.mini_batch_prompts or config.prompts)
     starts = [start for _ in range(config.epochs) for start in range(0, len(samples), size)]
     found = []
@@ -146,8 +143,8 @@ def update(
         factor = config.schedule.factor(number, config.steps * config.updates)
         settings = replace(config.optimizer, lr=config.optimizer.lr * factor)
         numbers = engine.forward_backward(samples[start : start + size], objective, normalise=config.normalise)
-        found.append(numbers | engine.optim_step(settings) | {"lr": settings.lr})
-    return merge_updates(found)
+        found.append(step_numbers(numbers, engine.optim_step(settings)))
+    return merge_updates(found) | first_gap(found[0])
 
 
 def _evaluate(sampler: EmbeddedSampler, task: Task, config: Grpo, run: Run, position: Position) -> dict[str, float]:

@@ -7,7 +7,15 @@ import numpy as np
 
 from longspan.rl.task import Rollout
 
-__all__ = ["merge_updates", "reward_numbers"]
+__all__ = ["first_gap", "merge_updates", "reward_numbers", "step_numbers"]
+
+GAP = {
+    "gap/mean": "logprob/gap_mean",
+    "gap/p99": "logprob/gap_p99",
+    "gap/p99.9": "logprob/gap_p99.9",
+    "gap/max": "logprob/gap_max",
+    "gap/share>0.5": "logprob/gap_share_0.5",
+}
 
 
 def reward_numbers(rewards: Sequence[Sequence[float]], groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
@@ -23,16 +31,28 @@ def reward_numbers(rewards: Sequence[Sequence[float]], groups: Sequence[Sequence
     }
 
 
+def step_numbers(metrics: Mapping[str, float], report: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of forward_backward and the report of optim_step; the engine's own count of steps gets a name of its
+    own.
+    """
+    return {("optimizer/step" if name == "step" else name): value for name, value in {**metrics, **report}.items()}
+
+
+def first_gap(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Before the first update of a round, the distance to old_logprob is the one between sampler and trainer."""
+    return {name: numbers[source] for name, source in GAP.items() if source in numbers}
+
+
 def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """One dict for the optimizer steps of a round: tok/ and time/ add up, mem/ and */max take the largest, the rest
-    is the mean weighted by tok/trained; lr and step are the last. One update stays as it is."""
+    is the mean weighted by tok/trained; lr and optimizer/step are the last. One update stays as it is."""
     if len(updates) == 1:
         return dict(updates[0])
     trained = [numbers["tok/trained"] for numbers in updates]
     merged = {}
     for name in updates[-1]:
         values = [numbers[name] for numbers in updates]
-        if name in ("lr", "step"):
+        if name in ("lr", "optimizer/step"):
             merged[name] = values[-1]
         elif name.startswith(("tok/", "time/")):
             merged[name] = sum(values)

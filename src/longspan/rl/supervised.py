@@ -11,6 +11,7 @@ from longspan.data import Sample
 from longspan.engine import Engine
 from longspan.observe import Progress
 from longspan.rl.config import Supervised
+from longspan.rl.numbers import step_numbers
 from longspan.rl.run import Position, Run
 
 __all__ = ["supervised"]
@@ -32,7 +33,7 @@ def supervised(engine: Engine, batch: Batch, config: Supervised, run: Run, *, st
                 factor = config.schedule.factor(step, config.steps)
                 settings = replace(config.optimizer, lr=config.optimizer.lr * factor)
                 numbers = engine.forward_backward(samples, objective, normalise=config.normalise)
-                numbers |= engine.optim_step(settings) | {"lr": settings.lr}
+                numbers = step_numbers(numbers, engine.optim_step(settings))
             position = Position(stage, step + 1, position.consumed + config.samples)
             numbers |= phases.take()
             numbers["tok/per_s"] = sum(len(sample) for sample in samples) / numbers["time/update_s"]

@@ -27,7 +27,7 @@ import tyro
 import longspan
 from longspan.engine import Engine, EngineConfig
 from longspan.errors import LongspanError, UserError
-from longspan.launch import launch, world
+from longspan.launch import World, launch, world
 from longspan.observe import budget_lines, provenance, read_jsonl, write_report
 from longspan.rl.config import RunConfig
 from longspan.rl.run import Run
@@ -113,9 +113,7 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
     """One rank's part of the run."""
     here = world()
     job = load_job(recipe, overrides)
-    if here.rank == 0:
-        job.prepare()  # nothing to do where `train` did it; under torchrun this is the only call
-    dist.barrier()
+    prepare_once(job, here)
     folder = Path(job.run.folder)
     engine_config = replace(job.engine, model=job.engine.model.replace("{run}", str(folder)))
     engine = Engine.build(engine_config)
@@ -137,6 +135,21 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
         print(f"report: {write_report(folder)}", flush=True)
         results |= {row["stage"]: row for row in read_jsonl(folder / "metrics.jsonl")}
     return results
+
+
+def prepare_once(job: Job, here: World) -> None:
+    """Rank 0 prepares; nothing is left to do where `train` did it, under torchrun this is the only call. Collective:
+    a failure is raised by every rank."""
+    failures: list[str | None] = [None] * here.ranks
+    mine = None
+    try:
+        if here.rank == 0:
+            job.prepare()
+    except LongspanError as error:
+        mine = str(error)
+    dist.all_gather_object(failures, mine)
+    if failures[0] is not None:
+        raise UserError(failures[0])
 
 
 def start_lines(engine: Engine) -> list[str]:
