@@ -1,9 +1,10 @@
 """The kernel as its definition: softmax(q k^T * scale) v, segment by segment, any device.
 
 f64 and f32 compute in their own dtype, bf16 and f16 in f32. GQA folds the query heads of a KV head into rows, so
-keys are never repeated. Queries run in chunks, so that the scores stay below SCORES elements; a chunk of a causal
-or windowed block reads only the keys that it can see. Backward recomputes the probabilities from lse
-(FlashAttention-2, alg. 2), so a block of a larger softmax works as well. Not fast: no tiling over keys.
+keys are never repeated. Segments of equal lengths run as one batched matmul (256 short rows: one call, not 256).
+Queries run in chunks, so that the scores stay below SCORES elements; a chunk of a causal or windowed block reads only
+the keys that it can see. Backward recomputes the probabilities from lse (FlashAttention-2, alg. 2), so a block of a
+larger softmax works as well. Not fast: no tiling over keys.
 """
 
 from collections.abc import Iterator
@@ -22,13 +23,11 @@ SCORES = 1 << 24  # elements of one score matrix: 64 MiB in f32
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows q0:q1 of the queries against rows k0:k1 of the keys, with the visibility of each pair."""
+    """B equal runs of queries against B equal runs of keys, with the visibility of each pair."""
 
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    hidden: Tensor | None  # [q1-q0, k1-k0] bool, None when every pair is visible
+    queries: Tensor  # [B, q] int64: rows of q
+    keys: Tensor  # [B, k] int64: rows of k and v
+    hidden: Tensor | None  # [q, k] bool, None when every pair is visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +42,14 @@ class Reference:
         wide = accumulator(q.dtype)
         groups = q.shape[1] // k.shape[1]
         out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
-        lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=wide, device=q.device)
+        lse = torch.full((q.shape[0], q.shape[1]), float("-inf"), dtype=wide, device=q.device)
         for piece in _pieces(block, q.shape[1], window, q.device):
-            rows = slice(piece.q0, piece.q1)
-            scores = _scores(q[rows], k[piece.k0 : piece.k1], piece, groups, scale)  # [H_kv, G, q, k]
-            piece_lse = torch.logsumexp(scores, -1)  # [H_kv, G, q]
-            probs = _probs(scores, piece_lse)
-            values = v[piece.k0 : piece.k1].to(wide).transpose(0, 1)  # [H_kv, k, Dv]
-            piece_out = (probs.flatten(1, 2) @ values).unflatten(1, (groups, -1))  # [H_kv, G, q, Dv]
-            out[rows] = piece_out.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
-            lse[:, rows] = piece_lse.flatten(0, 1)
-        return out, lse
+            scores = _scores(q[piece.queries], k[piece.keys], piece, groups, scale)  # [B, H_kv, G*q, k]
+            piece_lse = torch.logsumexp(scores, -1, keepdim=True)  # [B, H_kv, G*q, 1]
+            values = v[piece.keys].to(wide).transpose(1, 2)  # [B, H_kv, k, Dv]
+            out[piece.queries] = _unfold(_probs(scores, piece_lse) @ values, groups).to(q.dtype)
+            lse[piece.queries] = _unfold(piece_lse, groups)[..., 0]
+        return out, lse.t().contiguous()
 
     def backward(
         self,
@@ -72,52 +68,71 @@ class Reference:
         groups = q.shape[1] // k.shape[1]
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
         delta = (dout.to(wide) * out.to(wide)).sum(-1)  # [Tq, H]
+        lse_rows = lse.t()  # [Tq, H]
         for piece in _pieces(block, q.shape[1], window, q.device):
-            rows, keys = slice(piece.q0, piece.q1), slice(piece.k0, piece.k1)
+            rows, keys = piece.queries, piece.keys
             scores = _scores(q[rows], k[keys], piece, groups, scale)
-            probs = _probs(scores, lse[:, rows].unflatten(0, (-1, groups))).flatten(1, 2)  # [H_kv, G*q, k]
-            dout_rows = _fold(dout[rows], groups).to(wide)  # [H_kv, G*q, Dv]
-            dprobs = dout_rows @ v[keys].to(wide).permute(1, 2, 0)
-            dscores = probs * (dprobs - _fold(delta[rows, :, None], groups)) * scale
-            dq_rows = dscores @ k[keys].to(wide).transpose(0, 1)  # [H_kv, G*q, D]
-            dq[rows] = dq_rows.unflatten(1, (groups, -1)).permute(2, 0, 1, 3).flatten(1, 2)
-            dk[keys] += (dscores.transpose(1, 2) @ _fold(q[rows], groups).to(wide)).transpose(0, 1)
-            dv[keys] += (probs.transpose(1, 2) @ dout_rows).transpose(0, 1)
+            probs = _probs(scores, _fold(lse_rows[rows][..., None], groups))  # [B, H_kv, G*q, k]
+            dout_rows = _fold(dout[rows], groups).to(wide)  # [B, H_kv, G*q, Dv]
+            dprobs = dout_rows @ v[keys].to(wide).permute(0, 2, 3, 1)
+            dscores = probs * (dprobs - _fold(delta[rows][..., None], groups)) * scale
+            # queries and keys of a piece are distinct rows, so plain index assignment and addition are exact
+            dq[rows] = _unfold(dscores @ k[keys].to(wide).transpose(1, 2), groups)
+            dk[keys] += (dscores.transpose(2, 3) @ _fold(q[rows], groups).to(wide)).transpose(1, 2)
+            dv[keys] += (probs.transpose(2, 3) @ dout_rows).transpose(1, 2)
         return dq, dk, dv
 
 
 def _fold(x: Tensor, groups: int) -> Tensor:
-    """[q, H, D] -> [H_kv, G*q, D]: the query heads of one KV head become rows."""
-    return x.unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)
+    """[B, q, H, D] -> [B, H_kv, G*q, D]: the query heads of one KV head become rows."""
+    return x.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _unfold(x: Tensor, groups: int) -> Tensor:
+    """[B, H_kv, G*q, D] -> [B, q, H, D]."""
+    return x.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _scores(q: Tensor, k: Tensor, piece: Piece, groups: int, scale: float) -> Tensor:
+    """[B, H_kv, G*q, k]"""
     wide = accumulator(q.dtype)
-    scores = (_fold(q, groups).to(wide) @ k.to(wide).permute(1, 2, 0)) * scale
-    scores = scores.unflatten(1, (groups, -1))
-    return scores if piece.hidden is None else scores.masked_fill(piece.hidden, float("-inf"))
+    scores = (_fold(q, groups).to(wide) @ k.to(wide).permute(0, 2, 3, 1)) * scale
+    if piece.hidden is None:
+        return scores
+    return scores.unflatten(2, (groups, -1)).masked_fill(piece.hidden, float("-inf")).flatten(2, 3)
 
 
 def _probs(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse), 0 in rows without keys: there both are -inf and the difference would be NaN."""
-    return (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+    return (scores - lse.masked_fill(lse == float("-inf"), 0.0)).exp()
 
 
 def _pieces(block: Block, heads: int, window: int | None, device: torch.device) -> Iterator[Piece]:
-    lens_q = _lengths(block.lens_q, block.cu_q)
-    lens_k = _lengths(block.lens_k, block.cu_k)
+    """The block's segments, those of equal lengths together, long ones in chunks of queries."""
+    lens_q, lens_k = _lengths(block.lens_q, block.cu_q), _lengths(block.lens_k, block.cu_k)
+    alike: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     first_q = first_k = 0
     for len_q, len_k, offset in zip(lens_q, lens_k, block.offset or (0,) * len(lens_q), strict=True):
-        step = max(1, SCORES // max(1, heads * len_k))
-        for start in range(0, len_q, step):
-            stop = min(start + step, len_q)
-            last = min(len_k, stop + len_k - len_q) if block.kind == "causal" else len_k
-            first = 0 if window is None else min(max(0, start + offset - window + 1), len_k)
-            if last <= first:
-                continue
-            hidden = _hidden(block.kind, window, start, stop, first, last, len_k - len_q, offset, device)
-            yield Piece(first_q + start, first_q + stop, first_k + first, first_k + last, hidden)
+        shape = (len_q, len_k, 0 if window is None else offset)
+        alike.setdefault(shape, []).append((first_q, first_k))
         first_q, first_k = first_q + len_q, first_k + len_k
+    for (len_q, len_k, offset), firsts in alike.items():
+        if len_q == 0 or len_k == 0:
+            continue
+        together = max(1, SCORES // (heads * len_q * len_k))
+        step = max(1, SCORES // (heads * len_k))
+        for low in range(0, len(firsts), together):
+            starts = torch.tensor(firsts[low : low + together], device=device)  # [B, 2]
+            for start in range(0, len_q, step):
+                stop = min(start + step, len_q)
+                last = min(len_k, stop + len_k - len_q) if block.kind == "causal" else len_k
+                first = 0 if window is None else min(max(0, start + offset - window + 1), len_k)
+                if last > first:
+                    yield Piece(
+                        starts[:, :1] + torch.arange(start, stop, device=device),
+                        starts[:, 1:] + torch.arange(first, last, device=device),
+                        _hidden(block.kind, window, start, stop, first, last, len_k - len_q, offset, device),
+                    )
 
 
 def _hidden(
