@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from longspan.data.jsonl import read_samples
+from longspan.data.jsonl import read_jsonl
 from longspan.errors import LongspanError, UserError
 from longspan.layout import Layout, parse_layout
 from longspan.parity.compare import Request, compare
@@ -89,7 +89,7 @@ def request_of(options: Options) -> Request:
         dtype=options.dtype,
         backend=options.backend,
         seed=options.seed,
-        samples=None if options.samples is None else read_samples(options.samples),
+        samples=None if options.samples is None else read_jsonl(options.samples),
         lengths=None if options.lengths is None else parse_lengths(options.lengths),
         steps=options.steps,
         recompute=options.recompute,

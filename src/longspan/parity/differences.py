@@ -32,15 +32,37 @@ def parameters(engine: Mapping[str, Tensor], oracle: Mapping[str, Tensor], zero:
     """
     if set(engine) != set(oracle):
         return float("inf"), f"only one side has {sorted(set(engine) ^ set(oracle))[:3]}"
-    total = float(torch.stack([x.double().square().sum() for x in oracle.values()]).sum().sqrt()) if oracle else 0.0
     largest, where = 0.0, ""
-    for name, want in oracle.items():
-        error = float((engine[name].double() - want.double()).norm())
-        own = float(want.double().norm())
-        scale = own if own > zero * total else total
-        figure = error / scale if scale else error
+    for name, figure in each_parameter(engine, oracle, zero).items():
         if not figure <= largest:  # NaN too
             largest, where = (figure if figure == figure else float("inf")), name
+    return largest, where
+
+
+def each_parameter(engine: Mapping[str, Tensor], oracle: Mapping[str, Tensor], zero: float) -> dict[str, float]:
+    """The relative L2 error of every parameter that both sides have."""
+    squares = [x.double().square().sum() for x in oracle.values()]
+    total = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    found = {}
+    for name, want in oracle.items():
+        if name in engine:
+            error = float((engine[name].double() - want.double()).norm())
+            own = float(want.double().norm())
+            scale = own if own > zero * total else total
+            found[name] = error / scale if scale else error
+    return found
+
+
+def norms(engine: Sequence[float], oracle: Sequence[float]) -> tuple[float, str]:
+    """Largest relative difference of two series of norms, and its step."""
+    largest, where = 0.0, ""
+    for step, (got, want) in enumerate(zip(engine, oracle, strict=True), start=1):
+        error = abs(got - want) / want
+        if not error <= largest:
+            largest, where = (
+                (error if error == error else float("inf")),
+                f"step {step}: {got:.9g} instead of {want:.9g}",
+            )
     return largest, where
 
 

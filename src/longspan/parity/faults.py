@@ -9,7 +9,8 @@ functions themselves: faults_data.py (what a rank is given), faults_model.py (ho
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from longspan.parity import faults_data, faults_engine, faults_model
 from longspan.parity.mutation import Fault
@@ -32,15 +33,23 @@ def planted(name: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(target: str, make) -> Iterator[None]:  # make: (original) -> replacement, of whatever type the target has
-    module, _, path = target.partition(":")
-    owner = importlib.import_module(module)
-    *parents, attribute = path.split(".")
-    for parent in parents:
-        owner = vars(owner)[parent]
+def _replaced(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    owner, attribute = resolve(target)
     original = vars(owner)[attribute]
     setattr(owner, attribute, make(original))
     try:
         yield
     finally:
         setattr(owner, attribute, original)
+
+
+def resolve(target: str) -> tuple[Any, str]:
+    """The module or class that holds "module:path.name", and the name. A fault whose target is gone is our own bug."""
+    module, _, path = target.partition(":")
+    owner = importlib.import_module(module)
+    *parents, attribute = path.split(".")
+    for name in [*parents, attribute]:
+        assert name in vars(owner), f"a planted fault replaces {target}, which does not exist any more"
+        if name is not attribute:
+            owner = vars(owner)[name]
+    return owner, attribute

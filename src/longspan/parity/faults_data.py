@@ -147,14 +147,15 @@ def dropped_tail(original):
     return make_plan
 
 
-def shifted_index(original):
-    """Chunks of neighbours swapped between the first and last rank, while fields keep the right cut."""
+def neighbours_shard(original):
+    """Fields are cut for the neighbour, while attention thinks they are this rank's."""
 
-    def layout_index(kind, cu_seqlens, size):
-        indices = original(kind, cu_seqlens, size)
-        return [*indices[1:], indices[0]] if size > 1 else indices
+    def shard(stream, group, device):
+        piece = original(stream, group, device)
+        index = piece.info.indices[(piece.info.rank + 1) % piece.info.size]
+        return replace(piece, fields={name: x.index_select(-1, index).to(device) for name, x in stream.fields.items()})
 
-    return layout_index
+    return shard
 
 
 VL = "tiny:qwen3_vl"
@@ -232,7 +233,7 @@ FAULTS = (
     Fault(
         "index-rotated",
         "attention thinks tokens live on the neighbour's places",
-        (("longspan.layout.seqinfo:layout_index", shifted_index),),
+        ((SHARD, neighbours_shard),),
         layout="cp2-gather",
     ),
 )

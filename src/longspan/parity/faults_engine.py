@@ -67,8 +67,9 @@ def local_segments(original):
 
 
 def coupled_decay(original):
-    """Weight decay added to the gradient (Adam with L2) instead of decoupled."""
-    return lambda settings, parameters: torch.optim.Adam(parameters, **settings.options())
+    """Weight decay added to the gradient (Adam with L2) instead of decoupled, under AdamW's name."""
+    coupled = type("AdamW", (torch.optim.Adam,), {})
+    return lambda settings, parameters: coupled(parameters, **settings.options())
 
 
 def stale_moments(original):

@@ -21,12 +21,12 @@ def boundaries_dropped(original):
     return lambda self, info, device: original(self, one_document(info), device)
 
 
-def last_boundary_dropped(original):
-    """Only the boundary before the last document is forgotten."""
+def first_boundary_dropped(original):
+    """Only the boundary behind the first document is forgotten."""
 
     def prepare(self, info, device):
         cu = info.cu_seqlens
-        return original(self, replace(info, cu_seqlens=torch.cat([cu[:-2], cu[-1:]])) if len(cu) > 3 else info, device)
+        return original(self, replace(info, cu_seqlens=torch.cat([cu[:1], cu[2:]])) if len(cu) > 3 else info, device)
 
     return prepare
 
@@ -58,17 +58,23 @@ def last_hop_skipped(original):
     return lambda info, window: max(original(info, window) - 1, 0)
 
 
+class Still:
+    """Tensors that did not travel."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def wait(self):
+        return self.tensors
+
+
 def stays_away(original):
-    """Key gradients are left on the rank where the ring ended."""
+    """Key gradients are added where they were made instead of where the keys live."""
 
-    class Still:
-        def __init__(self, tensors):
-            self.tensors = tensors
+    def rotate(self, tensors, group, *, hops=1):
+        return original(self, tensors, group, hops=hops) if hops > 0 else Still(tensors)
 
-        def wait(self):
-            return self.tensors
-
-    return lambda tensors, group, *, hops=1: original(tensors, group, hops=hops) if hops > 0 else Still(tensors)
+    return rotate
 
 
 def own_part_only(original):
@@ -118,11 +124,12 @@ def scale_squared(original):
 
 
 def no_deepstack(original):
-    def encode(self, media, context):
-        pooled, *deepstack = original(self, media, context)
-        return [pooled, *(torch.zeros_like(features) for features in deepstack)]
+    def tower(*args):
+        out = original(*args)
+        out.deepstack_features = [torch.zeros_like(features) for features in out.deepstack_features]
+        return out
 
-    return encode
+    return tower
 
 
 def detached(original):
@@ -180,9 +187,9 @@ FAULTS = (
         layout="dp2",
     ),
     Fault(
-        "boundary-last",
+        "boundary-first",
         "D7 one boundary of a packed row is forgotten",
-        ((f"{GATHER}:Gather.prepare", last_boundary_dropped),),
+        ((f"{GATHER}:Gather.prepare", first_boundary_dropped),),
         layout="cp2-gather",
     ),
     Fault(
@@ -207,7 +214,7 @@ FAULTS = (
     Fault(
         "ring-home",
         "key gradients are not sent home after the ring",
-        ((f"{RING}:rotate", stays_away),),
+        (("longspan.mixers.transport:Collective.rotate", stays_away),),
         layout="cp3-ring",
     ),
     Fault(
@@ -259,7 +266,7 @@ FAULTS = (
     Fault(
         "deepstack",
         "DeepStack features are dropped",
-        (("longspan.models.qwen3_vl:Qwen3VLAdapter._encode", no_deepstack),),
+        (("longspan.models.qwen3_vl:run_tower", no_deepstack),),
         model=VL,
         layout="dp2",
     ),

@@ -53,32 +53,50 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return visible if window is None else visible & (i - j < window)
 
 
+class PlainNorm(nn.Module):
+    """x / rms(x) * (1 + weight), the zero-centred norm, in the dtype of x."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.eps = source.weight, source.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
+class PlainGatedNorm(nn.Module):
+    """x / rms(x) * weight * silu(gate), in the dtype of x."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.eps = source.weight, source.variance_epsilon
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight * functional.silu(gate)
+
+
 class PlainDeltaNet(nn.Module):
-    """Gated DeltaNet token by token (Yang et al. 2024, eq. 10): S = exp(g) S + k (beta (v - (exp(g) S)^T k))^T, o =
-    S^T q / sqrt(d).
+    """Gated DeltaNet token by token (Yang et al. 2024, eq. 10), o = S^T q / sqrt(d):
+
+    S = exp(g) S + k (beta (v - (exp(g) S)^T k))^T.
     """
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
-        self.num_v_heads = source.num_v_heads
-        self.num_k_heads = source.num_k_heads
-        self.head_k_dim = source.head_k_dim
-        self.head_v_dim = source.head_v_dim
+        self.num_v_heads, self.num_k_heads = source.num_v_heads, source.num_k_heads
+        self.head_k_dim, self.head_v_dim = source.head_k_dim, source.head_v_dim
         self.key_dim = source.key_dim
-        self.conv1d = source.conv1d
-        self.dt_bias = source.dt_bias
-        self.A_log = source.A_log
-        self.norm = source.norm
-        self.out_proj = source.out_proj
-        self.in_proj_qkv = source.in_proj_qkv
-        self.in_proj_z = source.in_proj_z
-        self.in_proj_b = source.in_proj_b
-        self.in_proj_a = source.in_proj_a
+        self.dt_bias, self.A_log = source.dt_bias, source.A_log
+        for name, child in source.named_children():
+            self.add_module(name, PlainGatedNorm(child) if name == "norm" else child)
+        # Qwen3-Next interleaves its projections by key head; HF's own method undoes it
+        next_style = type(source).__name__.startswith("Qwen3Next")
+        self.reorder = source.fix_query_key_value_ordering if next_style else None
 
     def forward(self, hidden_states: Tensor, **_: object) -> Tensor:  # [1, L, E] -> [1, L, E]
-        hidden = hidden_states[0]
-        length = hidden.shape[0]
-        mixed = functional.silu(self._convolve(self.in_proj_qkv(hidden)))
+        length = hidden_states.shape[1]
+        mixed, z, b, a = self._project(hidden_states)
+        mixed = functional.silu(self._convolve(mixed))
         query, key, value = mixed.split([self.key_dim, self.key_dim, mixed.shape[1] - 2 * self.key_dim], 1)
         copies = self.num_v_heads // self.num_k_heads
         query, key = (
@@ -86,18 +104,28 @@ class PlainDeltaNet(nn.Module):
             for x in (query, key)
         )
         value = value.reshape(length, self.num_v_heads, self.head_v_dim)
-        beta = self.in_proj_b(hidden).sigmoid()  # [L, H_v]
-        decay = torch.exp(-self.A_log.exp() * functional.softplus(self.in_proj_a(hidden) + self.dt_bias))  # [L, H_v]
-        state = hidden.new_zeros(self.num_v_heads, self.head_k_dim, self.head_v_dim)
+        beta = b.sigmoid()  # [L, H_v]
+        decay = torch.exp(-self.A_log.exp() * functional.softplus(a + self.dt_bias))  # [L, H_v]
+        state = mixed.new_zeros(self.num_v_heads, self.head_k_dim, self.head_v_dim)
         outputs = []
         for t in range(length):
             state = decay[t][:, None, None] * state
             delta = beta[t][:, None] * (value[t] - torch.einsum("hkv,hk->hv", state, key[t]))
             state = state + key[t][:, :, None] * delta[:, None, :]
             outputs.append(torch.einsum("hkv,hk->hv", state, query[t]) * self.head_k_dim**-0.5)
-        gate = self.in_proj_z(hidden).reshape(-1, self.head_v_dim)
-        normed = self.norm(torch.stack(outputs).reshape(-1, self.head_v_dim), gate)
+        normed = self.norm(torch.stack(outputs).reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
         return self.out_proj(normed.reshape(1, length, -1))
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """mixed [L, C] (q, k, v), z [L, H_v D_v], b and a [L, H_v]."""
+        if self.reorder is None:
+            layers = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+            mixed, z, b, a = (layer(hidden[0]) for layer in layers)
+            return mixed, z, b, a
+        query, key, value, z, b, a = self.reorder(self.in_proj_qkvz(hidden), self.in_proj_ba(hidden))
+        length = hidden.shape[1]
+        mixed = torch.cat([x.reshape(length, -1) for x in (query, key, value)], 1)
+        return mixed, z.reshape(length, -1), b.reshape(length, -1), a.reshape(length, -1)
 
     def _convolve(self, x: Tensor) -> Tensor:  # [L, C] -> [L, C]
         """Causal depthwise convolution: out[t] = sum_i w[i] x[t - width + 1 + i], zeros before the sample."""
@@ -110,11 +138,22 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)  # 1e-6: the epsilon of HF and fla
 
 
-def use_plain_attention(model: nn.Module) -> None:
+# Norms of models with these layers lose 1e-7 to fp32 in the gradient of their weight, where they sum over tokens.
+ZERO_CENTRED = ("Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm")
+
+
+def use_plain_layers(model: nn.Module) -> None:
     """Switch this model instance to the definitions above."""
     AttentionInterface.register(NAME, plain_attention)
     model.set_attn_implementation(NAME)
-    recurrent = [name for name, module in model.named_modules() if type(module).__name__.endswith("GatedDeltaNet")]
-    for name in recurrent:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, PlainDeltaNet(model.get_submodule(name)))
+    for name, module in list(model.named_modules()):
+        kind = type(module).__name__
+        if kind.endswith("GatedDeltaNet"):
+            _put(model, name, PlainDeltaNet(module))
+        elif kind in ZERO_CENTRED:
+            _put(model, name, PlainNorm(module))
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -96,18 +96,19 @@ def hidden_with_media(model: PreTrainedModel, sample: Sample, media: MediaInputs
     """[L, E] after the final norm, from HF's own forward of one unpacked sample."""
     ids = sample.input_ids[None]
     if not sample.media:
-        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    tensors = media.tensors(sample)
+        return model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state[0]
+    tensors = {name: tensor.to(model.device) for name, tensor in media.tensors(sample).items()}
     is_media = (sample.input_ids == media.image_id) | (sample.input_ids == media.video_id)
     wanted = sum(sum(media.visual_tokens(item)) for item in sample.media)
     if int(is_media.sum()) == wanted:
         types = _types(sample.input_ids, is_media, media)
-        out = model.base_model(input_ids=ids, mm_token_type_ids=types[None], use_cache=False, **tensors)
+        types = types[None].to(model.device)
+        out = model.base_model(input_ids=ids.to(model.device), mm_token_type_ids=types, use_cache=False, **tensors)
         return out.last_hidden_state[0]
     sampled = torch.cat(
         [torch.zeros(1, dtype=torch.bool), sample.mask[:-1] > 0]
     )  # token t is sampled if t - 1 is trained on it
-    return _hidden_by_hand(model, sample, is_media & ~sampled, media)
+    return _hidden_by_hand(model, sample.input_ids, is_media & ~sampled, media, tensors)
 
 
 def _types(ids: Tensor, is_media: Tensor, media: MediaInputs) -> Tensor:
@@ -115,18 +116,20 @@ def _types(ids: Tensor, is_media: Tensor, media: MediaInputs) -> Tensor:
     return torch.where(is_media, torch.where(ids == media.video_id, 2, 1), 0)
 
 
-def _hidden_by_hand(model: PreTrainedModel, sample: Sample, is_media: Tensor, media: MediaInputs) -> Tensor:
-    """Features only at `is_media` [L]; every other placeholder id is a word with its own embedding and a text
+def _hidden_by_hand(
+    model: PreTrainedModel, ids: Tensor, is_media: Tensor, media: MediaInputs, tensors: dict[str, Tensor]
+) -> Tensor:
+    """Features only at `is_media` [L]; any other placeholder id is a word, with its own embedding and a text
     position.
     """
-    tensors = media.tensors(sample)
-    base = model.base_model
+    base, device = model.base_model, model.device
     grids = {name: tensors.get(f"{name}_grid_thw") for name in ("image", "video")}
-    types = _types(sample.input_ids, is_media, media)
+    types, is_media = _types(ids, is_media, media).to(device), is_media.to(device)
+    ids = ids.to(device)
     positions, _ = base.get_rope_index(
-        sample.input_ids[None], types[None], image_grid_thw=grids["image"], video_grid_thw=grids["video"]
+        ids[None], types[None], image_grid_thw=grids["image"], video_grid_thw=grids["video"]
     )
-    embeds = base.get_input_embeddings()(sample.input_ids)  # [L, E]
+    embeds = base.get_input_embeddings()(ids)  # [L, E]
     deepstack: list[Tensor] = []
     for kind, name in ((1, "pixel_values"), (2, "pixel_values_videos")):
         if name not in tensors:

@@ -38,6 +38,8 @@ def make_probes(
     share = text_ids // len(samples)
     if share < 2:
         raise ValueError(f"{len(samples)} documents do not fit {text_ids} ids: check fewer samples at once")
+    # cross-entropy reaches a tied embedding through the head too: then the changed document trains nothing
+    silent = loss != "value"
     documents = [_renamed(sample, number * share, share, special) for number, sample in enumerate(samples)]
     able = [number for number, sample in enumerate(documents) if len(sample) > 1 and _text_places(sample, special)]
     able.sort(key=lambda number: -len(documents[number]))
@@ -45,11 +47,14 @@ def make_probes(
     for document in able[:: max(1, len(able) // most)][:most]:
         places = _text_places(documents[document], special)
         place = places[len(places) // 2]
-        after = list(documents)
-        after[document] = _changed(documents[document], place, document * share, share)
+        before = list(documents)
+        if silent:
+            before[document] = _with(before[document], mask=torch.zeros(len(before[document])))
+        after = list(before)
+        after[document] = _changed(before[document], place, document * share, share)
         outside = sorted({int(i) for n, s in enumerate(documents) if n != document for i in s.input_ids} - set(special))
         name = f"token {place} of sample {document}"
-        probes.append(Probe(name, document, documents, after, outside, embedding, loss))
+        probes.append(Probe(name, document, before, after, outside, embedding, loss))
     return probes
 
 
@@ -70,4 +75,15 @@ def _renamed(sample: Sample, first: int, share: int, special: Sequence[int]) -> 
 def _changed(sample: Sample, place: int, first: int, share: int) -> Sample:
     ids: Tensor = sample.input_ids.clone()
     ids[place] = first + (ids[place] - first + 1) % share
-    return Sample(ids, sample.target_ids, sample.mask, fields=sample.fields, media=sample.media, group=sample.group)
+    return _with(sample, ids=ids)
+
+
+def _with(sample: Sample, *, ids: Tensor | None = None, mask: Tensor | None = None) -> Sample:
+    return Sample(
+        sample.input_ids if ids is None else ids,
+        sample.target_ids,
+        sample.mask if mask is None else mask,
+        fields=sample.fields,
+        media=sample.media,
+        group=sample.group,
+    )

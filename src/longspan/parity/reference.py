@@ -26,7 +26,7 @@ from longspan.models.tiny import tiny
 from longspan.parity import formulas
 from longspan.parity.cases import Case
 from longspan.parity.formulas import Tokens
-from longspan.parity.oracle_attention import use_plain_attention
+from longspan.parity.oracle_attention import use_plain_layers
 from longspan.parity.oracle_media import MediaInputs, hidden_with_media
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_: coefficient = clip / (norm + 1e-6), at most 1
@@ -44,12 +44,20 @@ class Reference:
     """The oracle of one model. freeze: prefixes of parameter names."""
 
     def __init__(
-        self, name: str, *, dtype: torch.dtype, seed: int = 0, value_head: bool = False, freeze: Sequence[str] = ()
+        self,
+        name: str,
+        *,
+        dtype: torch.dtype,
+        seed: int = 0,
+        value_head: bool = False,
+        freeze: Sequence[str] = (),
+        device: str = "cpu",
     ) -> None:
         self.dtype = dtype
-        self.model = load_plain(name, dtype, seed)
+        self.device = torch.device(device)
+        self.model = load_plain(name, dtype, seed).to(self.device)
         if dtype == torch.float64:
-            use_plain_attention(self.model)
+            use_plain_layers(self.model)
         self.media = MediaInputs(name, self.model.config)
         hidden_size = self.model.config.get_text_config().hidden_size
         self.value_head = plain_value_head(hidden_size, seed, dtype) if value_head else None
@@ -67,7 +75,7 @@ class Reference:
         return [*self.model.named_parameters(), *head]
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+        return {name: parameter.detach().cpu().clone() for name, parameter in self.named_parameters()}
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -93,11 +101,11 @@ class Reference:
         )
 
     def _forward(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Hidden states after the final norm [L, E] and logits [L, V]."""
+        """Hidden states after the final norm [L, E] and logits [L, V], on the CPU like all that follows."""
         hidden = hidden_with_media(self.model, sample, self.media)
-        logits = self.model.get_output_embeddings()(hidden)
+        logits = self.model.get_output_embeddings()(hidden).cpu()
         cap = self.model.config.get_text_config().to_dict().get("final_logit_softcapping")
-        return hidden, logits if cap is None else torch.tanh(logits / cap) * cap
+        return hidden.cpu(), logits if cap is None else torch.tanh(logits / cap) * cap
 
     def run(self, samples: Sequence[Sample], case: Case) -> Result:
         """Add the gradient of `case` over `samples`; the result holds this call's metrics and the accumulated
@@ -130,7 +138,7 @@ class Reference:
 
     def gradients(self) -> dict[str, Tensor]:
         return {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            name: torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.detach().cpu().clone()
             for name, p in self.named_parameters()
             if p.requires_grad
         }
@@ -159,7 +167,7 @@ class Reference:
             for name, parameter in self.named_parameters():
                 if name not in gradients:
                     continue
-                g = gradients[name] * scale
+                g = gradients[name].to(parameter.device) * scale
                 first, second = self.moments.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
                 first = betas[0] * first + (1 - betas[0]) * g
                 second = betas[1] * second + (1 - betas[1]) * g * g

@@ -1,0 +1,118 @@
+"""A certificate: what a short parity check of one model under one layout found, with everything needed to repeat it.
+
+`certify(config)` runs inside the ranks of a run (`longspan train --certify`), before step 1: rank 0 is the oracle,
+all ranks run the engine on a few short samples. `from_cells` makes the same record of a `longspan parity` run. It is
+taken in full width: LoRA, frozen parts and offloading are left out, and a bf16 run is certified in fp32, since bf16
+has no tolerance of its own.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.engine import EngineConfig
+from longspan.launch import world
+from longspan.observe import provenance
+from longspan.parity.cases import Case
+from longspan.parity.cells import Cell
+from longspan.parity.checks import Plan, Truth, check_layout
+from longspan.parity.compare import ORACLE_DTYPE, Request, prepare, rank_cell
+from longspan.parity.reference import Reference
+
+LENGTHS = (13, 1, 24, 7)
+CASES = (Case("ppo with KL and entropy", "ppo", {"clip": 0.2, "kl": 0.1, "entropy": 0.01}, "sample"),)
+CHECKS = ("start", "logprob", "gradient", "calls", "leak")
+FULL = "float32"  # what a bf16 run is certified in
+
+
+def certify(config: EngineConfig) -> dict[str, object]:
+    """Parity of a run's model under its layout. Collective; the same record on every rank."""
+    here = world()
+    dtype = FULL if config.dtype == "bfloat16" else config.dtype
+    full = replace(
+        config, dtype=dtype, lora=None, freeze=(), offload=(), value_head=config.backend == "fsdp", compile=False
+    )
+    message: list[Plan | None] = [None]
+    truth = Truth.empty()
+    if here.rank == 0:
+        plan, truth = _prepare(full, here.device.type)
+        message = [plan]
+    dist.broadcast_object_list(message, src=0)
+    plan = message[0]
+    assert plan is not None
+    name = config.layout.name
+    findings = check_layout(name, plan, truth, compares=here.rank == 0)
+    digests: list[str] = [""] * here.ranks
+    dist.all_gather_object(digests, findings.digest.hexdigest())
+    cells = [*findings.cells, rank_cell(name, digests)]
+    record = [from_cells(full, cells, findings.parts, truth.start) if here.rank == 0 else None]
+    dist.broadcast_object_list(record, src=0)
+    assert record[0] is not None
+    return record[0]
+
+
+def _prepare(config: EngineConfig, device: str) -> tuple[Plan, Truth]:
+    reference = Reference(
+        config.model, dtype=ORACLE_DTYPE[config.dtype], seed=config.seed, value_head=config.value_head, device=device
+    )
+    request = Request(
+        model=config.model,
+        layouts={config.layout.name: config.layout},
+        dtype=config.dtype,
+        backend=config.backend,
+        seed=config.seed,
+        lengths=LENGTHS,
+        cases=CASES,
+        checks=CHECKS,
+        recompute=config.recompute,
+        dynamic_cp=config.dynamic_cp,
+    )
+    plan, truth = prepare(request, reference)
+    return replace(plan, config=replace(config, layout=config.layout), probes=plan.probes[:1]), truth
+
+
+def from_cells(
+    config: EngineConfig,
+    cells: Sequence[Cell],
+    parts: Mapping[str, tuple[float, str]],
+    weights: Mapping[str, Tensor],
+) -> dict[str, object]:
+    """The record: what ran, what was found, whether it holds."""
+    return {
+        "model": config.model,
+        "model_hash": model_hash(weights),
+        "layout": config.layout.name,
+        "backend": config.backend,
+        "dtype": config.dtype,
+        "passed": bool(cells) and all(cell.passed for cell in cells),
+        "worst_logprob": _worst(cells, "logprob"),
+        "worst_gradient": {part: {"figure": figure, "where": where} for part, (figure, where) in parts.items()},
+        "n_calls": _worst(cells, "calls"),
+        "leak_probe": _worst(cells, "leak"),
+        "ranks_agree": _worst(cells, "ranks"),
+        "metrics": _worst(cells, "metrics"),
+        "misses": [cell.as_json() for cell in cells if not cell.passed],
+        **provenance(Path(__file__).parent),
+    }
+
+
+def model_hash(weights: Mapping[str, Tensor]) -> str:
+    """blake2b of all weights in the order of their names."""
+    digest = hashlib.blake2b(digest_size=20)
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _worst(cells: Sequence[Cell], check: str) -> dict[str, object] | None:
+    found = [cell for cell in cells if cell.check == check]
+    if not found:
+        return None
+    cell = max(found, key=lambda cell: cell.figure if cell.figure == cell.figure else float("inf"))
+    figure = cell.as_json()["figure"]
+    return {"figure": figure, "limit": cell.limit, "where": cell.where, "case": cell.case}
