@@ -42,20 +42,23 @@ def flags(**changes: object) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
-def stop_and_resume(folder: str) -> dict[str, list[int]]:
+def stop_and_resume(folder: str) -> dict[str, list[tuple]]:
     """On each rank: run A in one go; run B stopped by SIGTERM in both stages and resumed each time."""
     from longspan import Engine
     from longspan.rl import Run
     from longspan.rl.train import load_job
 
-    stops: dict[str, list[int]] = {"A": [], "B": []}
+    stops: dict[str, list[tuple]] = {"A": [], "B": []}
     asked: list[tuple[str, int]] = []
     for name, at in (("A", ()), ("B", (("warmup", 0), ("grpo", 5), None))):
         job = load_job(RECIPE, flags(run__folder=f"{folder}/{name}", run__checkpoint_every=1))
         recipe = sys.modules[type(job).__module__]
 
         class Task(recipe.DigitsTask):  # type: ignore[name-defined, misc]
-            """Gets SIGTERM while it makes a given prompt."""
+            """Gets SIGTERM while it makes a given prompt; its reward differs within groups from the first round on."""
+
+            def reward(self, prompt, response):
+                return float(response[0] % 2)
 
             def _numbered(self, name, stream, index):
                 if asked and asked[0] == (name, index):
@@ -98,6 +101,7 @@ def test_k9_stopped_and_resumed_equals_uninterrupted(tmp_path):
     for one, other in zip(first, second, strict=True):
         assert {name: (one[name], other[name]) for name in one if one[name] != other[name]} == {}
     assert first[2]["step"] == 0 and "eval/pass@1" in first[2]
+    assert all(row["reward/mixed_groups"] > 0 for row in first if row["stage"] == "grpo" and row["step"])
     gaps = [row["gap/max"] for row in first if "gap/max" in row]
     assert len(gaps) == 4 and max(gaps) < 1e-5  # fp32: sampler and trainer are one policy
     kept = sorted(path.name for path in (tmp_path / "B" / "checkpoints").iterdir())

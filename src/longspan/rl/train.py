@@ -27,7 +27,7 @@ import tyro
 import longspan
 from longspan.engine import Engine, EngineConfig
 from longspan.errors import LongspanError, UserError
-from longspan.launch import World, launch, world
+from longspan.launch import World, is_rank, launch, world
 from longspan.observe import budget_lines, provenance, read_jsonl, write_report
 from longspan.rl.config import RunConfig
 from longspan.rl.run import Run
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str], certificate: Certificate | None = None) -> in
 
 def train(recipe: str, overrides: Sequence[str] = (), *, certificate: Certificate | None = None) -> dict[str, Any]:
     """Run a recipe. Returns {"stopped": bool, "folder": path, "<stage>": its last line of metrics, ...}."""
-    if dist.is_torchelastic_launched() or dist.is_initialized():
+    if is_rank():
         return run_rank(recipe, list(overrides), certificate)
     job = load_job(recipe, overrides)
     job.prepare()
