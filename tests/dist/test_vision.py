@@ -23,7 +23,7 @@ from longspan.mixers.kernels.choose import choose_kernel
 from longspan.models import Adapter, Context, load_model, media_shard, offset_media_rows, plan_media
 from longspan.models.loading import build_random
 from longspan.models.tiny import IMAGE_ID, VIDEO_ID, VISION_END_ID, VISION_START_ID, tiny
-from longspan.parity.oracle_attention import use_plain_attention
+from longspan.parity.oracle_attention import use_plain_layers
 
 RANKS = 4
 TOLERANCE = 1e-10
@@ -164,7 +164,7 @@ def oracle() -> tuple[dict[int, Tensor], dict[int, dict[str, Tensor]]]:
     hidden, gradients = {}, {}
     for number, sample in enumerate(SAMPLES):
         model = build_random(tiny("qwen3_vl"), torch.float64, seed=3)
-        use_plain_attention(model)
+        use_plain_layers(model)
         made = {}
         for name, grid_name, kind in (
             ("pixel_values", "image_grid_thw", Image),

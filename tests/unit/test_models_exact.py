@@ -27,12 +27,14 @@ from longspan.mixers.kernels.choose import choose_kernel
 from longspan.mixers.local import Local
 from longspan.models import Adapter, Context, load_model, media_shard, offset_media_rows, plan_media
 from longspan.models.loading import build_random
+from longspan.models.moe import MoEState
 from longspan.models.tiny import IMAGE_ID, VIDEO_ID, VISION_END_ID, VISION_START_ID, tiny
-from longspan.parity.oracle_attention import use_plain_attention
+from longspan.parity.oracle_attention import use_plain_layers
 
 TOLERANCE = 1e-10
 CPU = torch.device("cpu")
-TEXT = ["llama", "mistral", "qwen2", "qwen3"]
+TEXT = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3"]
+VISION = ["qwen3_vl", "qwen3_vl_moe"]
 
 
 def text_sample(length: int, seed: int = 0) -> Sample:
@@ -74,6 +76,7 @@ def packed(
     any_media: bool | None = None,
     kernel: Kernel | None = None,
     selective: bool = False,
+    moe: MoEState | None = None,
 ) -> list[Tensor]:
     """Hidden states [L, E] of each sample from one packed row on one rank."""
     tensors = [adapter.sample_tensors(s) | {"input_ids": s.input_ids} for s in samples]
@@ -101,10 +104,20 @@ def packed(
         prepared=mixer.prepare(piece.info, CPU),
         kernel=kernel or choose_kernel(CPU, torch.float64, adapter.head_dim),
         cache=AttentionCache() if selective else None,
+        moe=moe,
     )
     hidden = adapter.hidden(piece, media, context)
     bounds = [0, *accumulate(len(s) for s in samples)]
     return [hidden.T[:, a:b] for a, b in pairwise(bounds)]
+
+
+def plain_model(family: str) -> torch.nn.Module:
+    """HF's model with the oracle's plain attention and norms, and HF's own loop over experts."""
+    oracle = build_random(tiny(family), torch.float64, seed=3)
+    use_plain_layers(oracle)
+    if any(type(module).__name__.endswith("Experts") for module in oracle.modules()):
+        oracle.set_experts_implementation("eager")  # HF's default, grouped_mm, takes no fp64
+    return oracle
 
 
 def plain(model: torch.nn.Module, adapter: Adapter, sample: Sample) -> Tensor:
@@ -154,8 +167,7 @@ def errors(family: str, samples: Sequence[Sample], *, share: bool = False, **how
 def truth(family: str, samples: tuple[Sample, ...]) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     """Hidden states and gradients of the oracle."""
     adapter, _ = load_model(f"tiny:{family}", torch.float64, seed=3)
-    oracle = build_random(tiny(family), torch.float64, seed=3)
-    use_plain_attention(oracle)
+    oracle = plain_model(family)
     expected = [plain(oracle, adapter, sample) for sample in samples]
     loss_of(expected).backward()
     return [h.detach() for h in expected], {name: p.grad for name, p in oracle.named_parameters()}
@@ -168,10 +180,11 @@ def test_text_rows_are_exact(family):
     assert hidden < TOLERANCE and gradient < TOLERANCE
 
 
-def test_vl_rows_are_exact():
+@pytest.mark.parametrize("family", VISION)
+def test_vl_rows_are_exact(family):
     """G1: image+text, text, text+two images, a video with an image, in one row."""
-    hidden, gradient = errors("qwen3_vl", VL_SAMPLES)
-    print(f"qwen3_vl: hidden {hidden:.1e}, gradient {gradient:.1e}")
+    hidden, gradient = errors(family, VL_SAMPLES)
+    print(f"{family}: hidden {hidden:.1e}, gradient {gradient:.1e}")
     assert hidden < TOLERANCE and gradient < TOLERANCE
 
 
@@ -188,16 +201,16 @@ def test_planted_faults_are_caught(fault):
     assert hidden > 1e-3 and gradient > 1e-3
 
 
-def test_planted_fault_in_text_is_caught():
-    hidden, gradient = errors("mistral", TEXT_SAMPLES, fault="boundary dropped")
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma3", "qwen3_moe"])
+def test_planted_fault_in_text_is_caught(family):
+    hidden, gradient = errors(family, TEXT_SAMPLES, fault="boundary dropped")
     assert hidden > 1e-3 and gradient > 1e-3
 
 
 def test_a_sampled_placeholder_takes_its_text_embedding():
     """G7: an image id and a run of 4 that the policy sampled equal the plain embedding path and stay in the loss."""
     adapter, _ = load_model("tiny:qwen3_vl", torch.float64, seed=3)
-    oracle = build_random(tiny("qwen3_vl"), torch.float64, seed=3)
-    use_plain_attention(oracle)
+    oracle = plain_model("qwen3_vl")
     sampled = [5, IMAGE_ID, 7, *[IMAGE_ID] * 4, 8]
     answer = Sample([1, 2, *sampled], [2, *sampled, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1, 0])
     got = packed(adapter, [VL_SAMPLES[0], answer])

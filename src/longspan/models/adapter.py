@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from longspan.mixers.attention import Mixer
     from longspan.mixers.kernels import Kernel
     from longspan.models.images import MediaReader
+    from longspan.models.moe import MoEState
     from longspan.models.placeholders import MediaIds
     from longspan.models.vision import MediaShard
 
@@ -42,7 +43,8 @@ class Context:
     prepared: Any  # what `mixer` prepared for this row, on the device; Any: each mixer takes back only its own
     kernel: Kernel
     cache: AttentionCache | None = None  # given: selective recomputation, attention runs once
-    scratch: dict[str, object] = field(default_factory=dict)  # what a family keeps for one micro-step: "linear", "moe"
+    moe: MoEState | None = None  # what routers record or replay; None: nothing
+    scratch: dict[str, object] = field(default_factory=dict)  # what a family keeps for one micro-step: "linear"
 
     def slot(self, layer: nn.Module) -> Saved | None:
         """The place where an attention layer keeps (out, lse) between forward and recomputation."""

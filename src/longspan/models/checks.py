@@ -58,6 +58,8 @@ def check_config(config: PretrainedConfig, layer_types: tuple[str, ...] = LAYER_
                 f"rope_type={rope['rope_type']!r} of {config.model_type} depends on the longest sequence a rank sees; "
                 "use a static one (default, linear, llama3, yarn)"
             )
+    if values.get("use_bidirectional_attention"):
+        raise UserError(f"use_bidirectional_attention of {config.model_type}: the mixers are causal")
     if values.get("attn_logit_softcapping") is not None:
         raise UserError(f"attn_logit_softcapping={values['attn_logit_softcapping']} is not supported by the mixers")
 
@@ -66,7 +68,7 @@ def check_tie(model: PreTrainedModel) -> None:
     """The config's tie holds in storage (bugs K1)."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is table.weight
-    if bool(model.config.get_text_config().tie_word_embeddings or model.config.tie_word_embeddings) != tied:
+    if bool(model.config.tie_word_embeddings) != tied:  # of the outermost config, as transformers ties
         raise UserError(
             f"tie_word_embeddings={model.config.tie_word_embeddings} but head and embeddings "
             f"{'share' if tied else 'do not share'} storage; fix the config or the checkpoint"

@@ -1,8 +1,8 @@
 """Adapter for Hugging Face text decoders that take their attention from transformers' AttentionInterface.
 
-Positions restart at 0 in every sample (made on the CPU before packing). Tested: Llama, Mistral, Qwen2, Qwen3. A
-decoder is added by naming its module classes in FAMILIES, which is a claim that no other layer mixes tokens (bugs
-D12). Does not know ranks, packing or losses.
+Positions restart at 0 in every sample (made on the CPU before packing). Windows, sinks and soft caps come from the
+model's own layers; routers and experts from moe.py and experts.py. A decoder is added by naming its module classes in
+FAMILIES, which is a claim that no other layer mixes tokens (bugs D12). Does not know ranks, packing or losses.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from longspan.data.sample import Sample
 from longspan.errors import UserError
 from longspan.layout.shard import Shard
 from longspan.models.adapter import Context, Family
+from longspan.models.norms import replace_zero_centred_norms
 from longspan.models.vision import MediaShard
 
 __all__ = ["FAMILIES", "TextAdapter"]
@@ -83,6 +84,8 @@ def text_adapter(model: PreTrainedModel, folder: str | None) -> TextAdapter:
     """Read the sizes from the model's config and its first attention layer."""
     config = model.config
     attention = model.base_model.layers[0].self_attn
+    replace_zero_centred_norms(model)
+    values = config.to_dict()
     return TextAdapter(
         model=model,
         family=type(model).__name__,
@@ -92,7 +95,8 @@ def text_adapter(model: PreTrainedModel, folder: str | None) -> TextAdapter:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
-        windowed=has_windows(config.to_dict()),
+        windowed=has_windows(values),
+        softcap=values.get("final_logit_softcapping"),
     )
 
 
@@ -104,9 +108,17 @@ def has_windows(config: dict[str, object]) -> bool:
     return config.get("sliding_window") is not None
 
 
-def _family(prefix: str) -> Family:
-    parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-    return Family(text_adapter, frozenset(prefix + part for part in parts))
+def _family(prefix: str, *more: str) -> Family:
+    return Family(text_adapter, frozenset(prefix + part for part in (*PARTS, *more)))
 
 
-FAMILIES = {f"{prefix}ForCausalLM": _family(prefix) for prefix in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+FAMILIES = {
+    "LlamaForCausalLM": _family("Llama"),
+    "MistralForCausalLM": _family("Mistral"),
+    "Qwen2ForCausalLM": _family("Qwen2"),
+    "Qwen3ForCausalLM": _family("Qwen3"),
+    "Qwen3MoeForCausalLM": _family("Qwen3Moe", "SparseMoeBlock", "TopKRouter", "Experts"),
+    "Gemma3ForCausalLM": _family("Gemma3", "TextModel", "TextScaledWordEmbedding"),
+    "GptOssForCausalLM": _family("GptOss", "TopKRouter", "Experts"),
+}

@@ -22,11 +22,14 @@ from transformers import (
 )
 
 from longspan.errors import UserError
+from longspan.layout.mesh import CPGroup
 from longspan.models import hf_text, qwen3_5, qwen3_5_vl, qwen3_vl
 from longspan.models.adapter import Adapter, Family
 from longspan.models.attention_bridge import DECODER, register
 from longspan.models.checks import check_config, check_modules, check_tie, unknown_architecture
+from longspan.models.experts import EXPERTS, expert_modules, register_experts, shard_experts
 from longspan.models.images import MediaReader
+from longspan.models.moe import tap_routers
 from longspan.models.placeholders import MediaIds
 from longspan.models.tiny import tiny
 
@@ -70,6 +73,7 @@ def build_random(config: PretrainedConfig, dtype: torch.dtype, seed: int) -> Pre
 
 def adapt(model: PreTrainedModel, folder: str | None) -> Adapter:
     """Check a built model and wrap it; `folder` is where processor files may lie."""
+    register_experts()
     family = FAMILIES.get(type(model).__name__)
     if family is None:
         raise unknown_architecture(type(model).__name__, FAMILIES)
@@ -77,6 +81,10 @@ def adapt(model: PreTrainedModel, folder: str | None) -> Adapter:
     check_modules(model, family.modules)
     check_tie(model)
     adapter = family.build(model, folder)
+    tap_routers(adapter.units())
+    if expert_modules(model):
+        model.set_experts_implementation(EXPERTS)
+        shard_experts(model, CPGroup.alone())
     if adapter.reader is not None:
         # The Qwen towers rotate in fp32 at every dtype, so the gradient of an image encoded once is 4e-8 (relative) off
         # the sum over its copies. fp64 is for proofs to 1e-8: there each copy is encoded.

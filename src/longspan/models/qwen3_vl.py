@@ -155,14 +155,15 @@ def qwen3_vl_media(config: PretrainedConfig, folder: str | None) -> tuple[MediaR
 
 TOWER = ("Model", "PatchEmbed", "RotaryEmbedding", "PatchMerger", "Attention", "Block", "MLP")
 TEXT = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+
+
+def _family(prefix: str, *more: str) -> Family:
+    names = [f"{prefix}ForConditionalGeneration", f"{prefix}Model", *[f"{prefix}Vision{part}" for part in TOWER]]
+    names += [f"{prefix}Text{part}" for part in (*TEXT, *more)]
+    return Family(build=qwen3_vl_adapter, modules=frozenset(names), media=qwen3_vl_media)
+
+
 FAMILIES = {
-    "Qwen3VLForConditionalGeneration": Family(
-        build=qwen3_vl_adapter,
-        media=qwen3_vl_media,
-        modules=frozenset(
-            ["Qwen3VLForConditionalGeneration", "Qwen3VLModel"]
-            + [f"Qwen3VLVision{part}" for part in TOWER]
-            + [f"Qwen3VLText{part}" for part in TEXT]
-        ),
-    )
+    "Qwen3VLForConditionalGeneration": _family("Qwen3VL"),
+    "Qwen3VLMoeForConditionalGeneration": _family("Qwen3VLMoe", "SparseMoeBlock", "TopKRouter", "Experts"),
 }

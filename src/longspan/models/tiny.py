@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -18,8 +20,10 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from longspan.errors import UserError
@@ -136,12 +140,49 @@ def _qwen3_next(**over: Any) -> PretrainedConfig:
     return Qwen3NextConfig(**{**TEXT, **HYBRID, **experts, **own, **named, **over})
 
 
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WINDOWED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+
+
+def _qwen3_moe(**over: Any) -> PretrainedConfig:
+    own = {"norm_topk_prob": True, "tie_word_embeddings": False, "architectures": ["Qwen3MoeForCausalLM"]}
+    return Qwen3MoeConfig(**{**TEXT, **EXPERTS, **own, **over})
+
+
+def _qwen3_vl_moe(
+    *, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **over: Any
+) -> PretrainedConfig:
+    own = {"tie_word_embeddings": False, "architectures": ["Qwen3VLMoeForConditionalGeneration"]}
+    text_config = {**TEXT, **EXPERTS, "rope_parameters": dict(MROPE), **(text or {})}
+    vision_config = {**TOWER, "deepstack_visual_indexes": [0], **(vision or {})}
+    return Qwen3VLMoeConfig(text_config=text_config, vision_config=vision_config, **{**MEDIA_IDS, **own, **over})
+
+
+def _gpt_oss(**over: Any) -> PretrainedConfig:
+    """Sinks, a window of 8 in the first layer, biases everywhere."""
+    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "attention_bias": True}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    named = {"rope_parameters": rope, "tie_word_embeddings": False, "architectures": ["GptOssForCausalLM"]}
+    return GptOssConfig(**{**TEXT, **WINDOWED, **own, **named, **over})
+
+
+def _gemma3(**over: Any) -> PretrainedConfig:
+    """A window of 8 in the first layer, other RoPE bases by layer type, soft-capped logits."""
+    own = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 4.0}
+    named = {"tie_word_embeddings": True, "architectures": ["Gemma3ForCausalLM"]}
+    return Gemma3TextConfig(**{**TEXT, **WINDOWED, **own, **named, **over})
+
+
 TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_vl_moe": _qwen3_vl_moe,
+    "gpt_oss": _gpt_oss,
+    "gemma3": _gemma3,
     "qwen3_5": _qwen3_5,
     "qwen3_5_vl": _qwen3_5_vl,
     "qwen3_next": _qwen3_next,

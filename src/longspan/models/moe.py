@@ -1,0 +1,179 @@
+"""Routers of mixture-of-experts layers: recorded and replayed routes, and the auxiliary losses, at any layout.
+
+Hooks on HF's router instances read and may replace (logits, scores, experts); `MoEState` holds one micro-step's. It
+reaches a router through the layer's forward keyword `longspan=Context`, so recomputation and several engines in a
+process are safe. Layers count over routers only, in model order. Routes are a stream like any other: [layers, k, T]
+(a sample's field is [L, layers, k]).
+
+Losses per layer and per sample, over real tokens (never pads), summed over layers: with n tokens, E experts, k experts
+a token, c_e tokens sent to expert e and p_te the router's softmax,
+    aux = E / (k n^2) * sum_e c_e sum_t p_te    (Switch Transformer eq. 4; 1 a layer when balanced)
+    z   = 1 / n * sum_t logsumexp(logits_t)^2   (ST-MoE eq. 5)
+Both come as per-token parts [T_local]: given the counts they are sums over tokens, so ranks add up and nothing divides
+later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from longspan.layout.comm import all_gather
+from longspan.layout.seqinfo import SeqInfo
+from longspan.mixers.precision import accumulator
+from longspan.models.adapter import Context
+
+__all__ = ["MoEShape", "MoEState", "RouterTerms", "moe_shape", "router_terms", "tap_routers"]
+
+Scores = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (router, logits [T, E], experts [T, k]) -> scores [T, k]
+
+
+@dataclass(frozen=True, slots=True)
+class MoEShape:
+    """Sizes of a model's routers."""
+
+    layers: int
+    experts: int
+    top_k: int
+
+
+@dataclass(slots=True)
+class MoEState:
+    """What the routers of one micro-step keep or are told. The engine makes one and puts it into `Context.moe`."""
+
+    replay: Tensor | None = None  # [layers, k, T_local] int64: experts to use instead of the router's own
+    keep_logits: bool = False  # for the auxiliary losses
+    keep_routes: bool = False  # for outputs
+    logits: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T_local, E], with graph
+    routes: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T_local, k] int64
+
+    def recorded(self) -> Tensor:
+        """[layers, k, T_local] int64: the experts used."""
+        return torch.stack([self.routes[layer].T for layer in sorted(self.routes)])
+
+
+@dataclass(frozen=True, slots=True)
+class RouterTerms:
+    """Per-token parts of the auxiliary losses, summed over layers; the sum over a sample's tokens is its loss."""
+
+    aux: Tensor  # [T_local] f32 (f64 for f64), 0 on pads
+    z: Tensor  # [T_local] f32 (f64 for f64), 0 on pads
+
+
+class _Tap:
+    """Carries the context from a decoder layer's call to its router's hook; empty between calls."""
+
+    def __init__(self, number: int, scores: Scores) -> None:
+        self.number, self.scores = number, scores
+        self.context: Context | None = None
+
+    def enter(self, layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        self.context = kwargs.get("longspan")
+
+    def leave(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
+        self.context = None
+
+    def route(self, router: nn.Module, args: tuple[object, ...], output: tuple[Tensor, Tensor, Tensor]) -> object:
+        state = None if self.context is None else self.context.moe
+        if state is None:
+            return output
+        logits, scores, experts = output
+        if state.replay is not None:
+            experts = state.replay[self.number].T.contiguous()  # [k, T_local] -> [T_local, k]
+            scores = self.scores(router, logits, experts)
+        # setdefault: a recomputation runs the router again, and the graph is that of the first forward
+        if state.keep_logits:
+            state.logits.setdefault(self.number, logits)
+        if state.keep_routes or state.keep_logits:
+            state.routes.setdefault(self.number, experts)
+        return logits, scores, experts
+
+
+def softmax_then_pick(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    """Qwen: softmax over all experts in fp32, normalised over the chosen ones."""
+    chosen = torch.softmax(logits, -1, dtype=torch.float32).gather(1, experts)
+    return (chosen / chosen.sum(-1, keepdim=True)).to(logits.dtype)
+
+
+def softmax_then_pick_if_asked(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    """Qwen3-MoE and Qwen3-Next: normalised only where the config says so."""
+    if router.norm_topk_prob:
+        return softmax_then_pick(router, logits, experts)
+    return torch.softmax(logits, -1, dtype=torch.float32).gather(1, experts).to(logits.dtype)
+
+
+def pick_then_softmax(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    """gpt-oss: softmax over the chosen experts' logits."""
+    return torch.softmax(logits.gather(1, experts), 1)
+
+
+ROUTERS: dict[str, Scores] = {
+    "Qwen3MoeTopKRouter": softmax_then_pick_if_asked,
+    "Qwen3NextTopKRouter": softmax_then_pick_if_asked,
+    "Qwen3VLMoeTextTopKRouter": softmax_then_pick,
+    "Qwen3_5MoeTopKRouter": softmax_then_pick,
+    "GptOssTopKRouter": pick_then_softmax,
+}
+
+
+def tap_routers(layers: Sequence[nn.Module]) -> None:
+    """Put the hooks on every known router of a model's layers. Once, while building."""
+    number = 0
+    for layer in layers:
+        for router in _routers(layer):
+            tap = _Tap(number, ROUTERS[type(router).__name__])
+            layer.register_forward_pre_hook(tap.enter, with_kwargs=True)
+            layer.register_forward_hook(tap.leave, always_call=True)
+            router.register_forward_hook(tap.route)
+            number += 1
+
+
+def moe_shape(model: nn.Module) -> MoEShape | None:
+    """Sizes of the model's routers; None for a dense model."""
+    routers = _routers(model)
+    return MoEShape(len(routers), routers[0].num_experts, routers[0].top_k) if routers else None
+
+
+def router_terms(
+    state: MoEState, *, info: SeqInfo, lengths: Sequence[int], shares: Tensor | None = None
+) -> RouterTerms:
+    """The losses' parts on this rank's tokens. Collective over the row's ranks.
+
+    lengths: real tokens of each sample of the row (`Shard.lengths`). shares: [layers, E] of a whole batch's recorded
+    routes, c_e / n over all its tokens: then aux uses these instead of each sample's own counts.
+    """
+    device = state.logits[0].device
+    segment = info.segment
+    counts_of = torch.tensor([*lengths, 0])  # one more entry: the tail pad's segment
+    real = info.position_in_document < counts_of[segment]
+    size = torch.where(real, counts_of[segment], 1)  # [T_local]
+    wide = accumulator(state.logits[0].dtype)
+    scale = torch.where(real, 1.0 / size.double(), 0.0).to(device=device, dtype=wide)  # 1 / n, 0 on pads
+    segment, real = segment.to(device), real.to(device)
+    layers = sorted(state.logits)
+    num_experts = state.logits[0].shape[1]
+    if shares is None:
+        counts = torch.stack([_counts(state.routes[n], segment, real, len(lengths), num_experts) for n in layers])
+        counts = all_gather(counts[None], info.group).sum(0)  # [layers, S + 1, E], whole row
+    aux, z = torch.zeros_like(scale), torch.zeros_like(scale)
+    for place, layer in enumerate(layers):
+        logits = state.logits[layer].to(wide)
+        share = shares[place].expand(len(real), -1) if shares is not None else counts[place][segment] * scale[:, None]
+        top_k = state.routes[layer].shape[1]
+        aux = aux + num_experts / top_k * (share.to(wide) * logits.softmax(-1)).sum(-1) * scale
+        z = z + logits.logsumexp(-1).square() * scale
+    return RouterTerms(aux, z)
+
+
+def _counts(routes: Tensor, segment: Tensor, real: Tensor, samples: int, num_experts: int) -> Tensor:
+    """[S + 1, E] int64: real tokens of each segment sent to each expert, on this rank."""
+    counts = torch.zeros(samples + 1, num_experts, dtype=torch.int64, device=routes.device)
+    rows = segment[:, None].expand_as(routes)
+    return counts.index_put_((rows, routes), real[:, None].expand_as(routes).long(), accumulate=True)
+
+
+def _routers(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.modules() if type(child).__name__ in ROUTERS]
