@@ -8,6 +8,7 @@ name fails while a model is built; so `use_vision_bridge` sets it on the finishe
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -91,9 +92,12 @@ def vision_attention(
 
 
 def register() -> None:
-    """Make both functions known to transformers; doing it again changes nothing."""
-    AttentionInterface.register(DECODER, decoder_attention)
-    AttentionInterface.register(VISION, vision_attention)
+    """Make both functions known to transformers; doing it again changes nothing.
+
+    torch.compile does not look inside: mixers talk to other ranks and keep objects made anew for each micro-step.
+    """
+    AttentionInterface.register(DECODER, torch.compiler.disable(decoder_attention))
+    AttentionInterface.register(VISION, torch.compiler.disable(vision_attention))
 
 
 def use_vision_bridge(tower: PreTrainedModel) -> None:

@@ -41,6 +41,8 @@ class FSDPBackend:
         self.policy = Policy(adapter, value_head)
         _freeze(self.policy, config.freeze, adapter)
         _recompute(adapter, config.recompute)
+        if config.compile:
+            _compile(adapter)
         shard_policy(self.policy, mesh.device_mesh, compute=compute, master=self.master)
         self.policy.train()
         self.optimizer: torch.optim.Optimizer | None = None
@@ -196,6 +198,12 @@ def _freeze(policy: Policy, freeze: tuple[str, ...], adapter: Adapter) -> None:
             raise UserError(f"freeze={entry!r} matches no parameter. Parts of this model: {sorted(parts)}; or use a name pattern")
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         raise UserError(f"freeze={freeze} leaves nothing to train")
+
+
+def _compile(adapter: Adapter) -> None:
+    """Compile each layer by itself; attention stays outside its graphs (models/attention_bridge.py)."""
+    for unit in adapter.units():
+        unit.compile()
 
 
 def _recompute(adapter: Adapter, policy: str) -> None:
