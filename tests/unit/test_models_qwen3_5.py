@@ -81,14 +81,13 @@ def slow(model: nn.Module) -> None:
 def load(family: str, dtype: torch.dtype) -> Adapter:
     adapter, _ = load_model(f"tiny:{family}", dtype, seed=3)
     slow(adapter.model)
-    adapter.model.set_experts_implementation("eager")  # grouped_mm, the default, has no fp64
     return adapter
 
 
 def oracle(family: str, dtype: torch.dtype, *, plain: bool) -> nn.Module:
     model = build_random(tiny(family), dtype, seed=3)
     slow(model)
-    model.set_experts_implementation("eager")
+    model.set_experts_implementation("eager")  # grouped_mm, the default, has no fp64
     if not plain:
         model.set_attn_implementation("eager")
         return model

@@ -71,6 +71,8 @@ class Engine:
             windowed=adapter.windowed,
             model=config.model,
         )
+        if reason := adapter.linear_refusal(layout.linear, layout.cp):
+            raise UserError(reason)
         mesh = Mesh(layout, ranks=here.ranks, rank=here.rank, device=here.device)
         return cls(config, adapter, mesh, BACKENDS[config.backend](config, adapter, mesh))
 

@@ -22,7 +22,7 @@ class Planner:
         self.layout = mesh.layout
         self.ranks = mesh.data_ranks
         self.budget = config.max_tokens_per_rank
-        self.sizes = cp_sizes(mesh.layout, adapter.num_heads, mesh.data_ranks) if config.dynamic_cp else None
+        self.sizes = cp_sizes(mesh.layout, adapter, mesh.data_ranks) if config.dynamic_cp else None
 
     def limits(self, lengths: list[int]) -> Limits:
         """"auto" grows with the longest sample, so that it always runs; an explicit budget is hard."""
@@ -36,8 +36,9 @@ class Planner:
         return make_plan(batch.lengths, self.limits(batch.lengths))
 
 
-def cp_sizes(layout: Layout, heads: int, ranks: int) -> tuple[int, ...]:
-    """CP sizes that dynamic CP may give a row: those whose heads can be dealt, for ulysses; any for ring and gather."""
+def cp_sizes(layout: Layout, adapter: Adapter, ranks: int) -> tuple[int, ...]:
+    """CP sizes that dynamic CP may give a row: those whose heads can be dealt (ulysses, linear="heads"); else any."""
+    sizes = [size for size in range(1, ranks + 1) if adapter.linear_refusal(layout.linear, size) is None]
     if layout.mixer == "ulysses":
-        return tuple(size for size in range(1, ranks + 1) if ulysses_refusal(size, heads) is None)
-    return tuple(range(1, ranks + 1))
+        sizes = [size for size in sizes if ulysses_refusal(size, adapter.num_heads) is None]
+    return tuple(sizes)

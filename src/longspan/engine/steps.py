@@ -14,7 +14,7 @@ from longspan.engine.batch import Batch
 from longspan.engine.checkpoint import agree
 from longspan.engine.config import EngineConfig
 from longspan.layout import Mesh, SeqInfo, shard
-from longspan.mixers import AttentionCache, make_mixer
+from longspan.mixers import AttentionCache, make_mixer, make_transport
 from longspan.mixers.kernels.choose import choose_kernel
 from longspan.models.adapter import Adapter, Context
 from longspan.models.vision import MediaShard, media_shard, offset_media_rows, plan_media
@@ -29,7 +29,7 @@ class StepBuilder:
         self.config = config
         self.adapter = adapter
         self.mesh = mesh
-        self.mixer = make_mixer(mesh.layout)
+        self.mixer = make_mixer(mesh.layout, make_transport(mesh.all, mesh.device))
         self.kernel = choose_kernel(mesh.device, dtype, adapter.head_dim, config.kernel)
 
     def steps(self, batch: Batch, plan: Plan, *, trains: bool) -> Iterator[MicroStep]:
@@ -71,4 +71,5 @@ class StepBuilder:
             self.mixer.prepare(info, self.mesh.device),
             self.kernel,
             AttentionCache() if keep_attention else None,
+            linear=self.mesh.layout.linear,
         )

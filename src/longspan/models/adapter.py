@@ -44,6 +44,7 @@ class Context:
     kernel: Kernel
     cache: AttentionCache | None = None  # given: selective recomputation, attention runs once
     moe: MoEState | None = None  # what routers record or replay; None: nothing
+    linear: str = "state"  # how recurrent layers cross ranks: Layout.linear, resolved
     scratch: dict[str, object] = field(default_factory=dict)  # what a family keeps for one micro-step: "linear"
 
     def slot(self, layer: nn.Module) -> Saved | None:
@@ -91,6 +92,10 @@ class Adapter(Protocol):
 
     def hidden(self, shard: Shard, media: MediaShard | None, context: Context) -> Tensor:
         """[T_local, E], final norm included. `media` is None only if no rank has media in this micro-step."""
+        ...
+
+    def linear_refusal(self, how: str, size: int) -> str | None:
+        """Why recurrent layers cannot cross `size` ranks by `how`; None when they can, or there are none."""
         ...
 
     def head(self) -> tuple[Tensor, Tensor | None, float | None]:

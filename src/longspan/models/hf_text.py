@@ -75,6 +75,9 @@ class TextAdapter:
         )
         return out.last_hidden_state[0]
 
+    def linear_refusal(self, how: str, size: int) -> str | None:
+        return None
+
     def head(self) -> tuple[Tensor, Tensor | None, float | None]:
         linear = self.model.get_output_embeddings()
         return linear.weight, linear.bias, self.softcap

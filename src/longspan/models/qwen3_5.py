@@ -40,7 +40,6 @@ class HybridTextAdapter:
     num_kv_heads: int
     head_dim: int
     linear_shape: DeltaShape
-    linear: str = "state"  # Layout.linear, resolved
     windowed: bool = False
     recurrent: bool = True
     reader: None = None
@@ -70,12 +69,11 @@ class HybridTextAdapter:
         return ()
 
     def linear_refusal(self, how: str, size: int) -> str | None:
-        """Why recurrent layers cannot run `how` on `size` ranks; None when they can."""
         return heads_refusal(size, self.linear_shape) if how == "heads" else None
 
     def hidden(self, shard: Shard, media: MediaShard | None, context: Context) -> Tensor:
         embeds_TE = self.model.get_input_embeddings()(shard.fields["input_ids"])
-        prepare_recurrent(context, embeds_TE, self.linear)
+        prepare_recurrent(context, embeds_TE)
         out = self.model.base_model(
             inputs_embeds=embeds_TE[None],
             position_ids=shard.fields["position"][None],
@@ -89,10 +87,10 @@ class HybridTextAdapter:
         return linear.weight, linear.bias, None
 
 
-def prepare_recurrent(context: Context, embeds: Tensor, how: str) -> None:
+def prepare_recurrent(context: Context, embeds: Tensor) -> None:
     """Make this micro-step's pieces and kernel, for all recurrent layers and for their recomputation."""
     context.scratch["linear"] = prepare_linear(
-        context.info, embeds.device, how=how, dtype=embeds.dtype, selective=context.cache is not None
+        context.info, embeds.device, how=context.linear, dtype=embeds.dtype, selective=context.cache is not None
     )
 
 

@@ -58,7 +58,7 @@ class GatedDeltaNet(nn.Module):
         prepared = longspan.scratch["linear"]
         assert isinstance(prepared, LinearPrepared)
         mixed, z, b, a = self.project(self, hidden_states[0])
-        out_THD = gated_delta(
+        out_THD = _mix(
             mixed,
             b,
             a,
@@ -70,6 +70,10 @@ class GatedDeltaNet(nn.Module):
         value_dim = self.shape.value_dim
         normed = self.norm(out_THD.reshape(-1, value_dim), z.reshape(-1, value_dim))
         return self.out_proj(normed.reshape(1, hidden_states.shape[1], -1))
+
+
+# torch.compile does not look inside: ranks talk there, and what it is given is made anew for each micro-step.
+_mix = torch.compiler.disable(gated_delta)
 
 
 def _project_qwen3_5(layer: nn.Module, hidden: Tensor) -> Projected:

@@ -45,7 +45,6 @@ class Qwen35VLAdapter:
     linear_shape: DeltaShape
     reader: MediaReader
     ids: MediaIds
-    linear: str = "state"  # Layout.linear, resolved
     windowed: bool = False
     recurrent: bool = True
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -77,7 +76,6 @@ class Qwen35VLAdapter:
         return tuple(counts)
 
     def linear_refusal(self, how: str, size: int) -> str | None:
-        """Why recurrent layers cannot run `how` on `size` ranks; None when they can."""
         return heads_refusal(size, self.linear_shape) if how == "heads" else None
 
     def hidden(self, shard: Shard, media: MediaShard | None, context: Context) -> Tensor:
@@ -85,7 +83,7 @@ class Qwen35VLAdapter:
         if media is not None:
             placed = place_rows(run_tower(self.model.model.visual, media, context).pooler_output, media)
             embeds_TE = embeds_TE.index_copy(0, media.positions, placed.to(embeds_TE.dtype))
-        prepare_recurrent(context, embeds_TE, self.linear)
+        prepare_recurrent(context, embeds_TE)
         out = self.model.model.language_model(
             inputs_embeds=embeds_TE[None],
             position_ids=shard.fields["position"][:, None],  # [3, 1, T_local]; never read as packed text positions (D3)

@@ -92,6 +92,9 @@ class Qwen3VLAdapter:
         )
         return out.last_hidden_state[0]
 
+    def linear_refusal(self, how: str, size: int) -> str | None:
+        return None
+
     def head(self) -> tuple[Tensor, Tensor | None, float | None]:
         return self.model.lm_head.weight, self.model.lm_head.bias, None
 
