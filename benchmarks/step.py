@@ -1,7 +1,8 @@
 """The whole train step through Engine: Qwen3-1.7B's shape with random weights, bf16 over fp32 masters, PPO.
 
     python benchmarks/step.py               # every layout that the machine's GPUs allow
-    python benchmarks/step.py --only one    # one GPU; "cp": two against one; "short": short rows, CP=2 against DP=2
+    python benchmarks/step.py --only one    # one GPU; "cp": two GPUs; "short": short rows, CP=2 against DP=2
+    python benchmarks/step.py --only "one/64k row/compiled/selective"
 
 One `forward_backward` of 64k tokens, no optimizer: forward, recomputation, backward, gradient reduction, the PPO loss
 with entropy. Layers are compiled one by one (`compile=True`) or run as they are. Time is wall clock around the call,
@@ -41,6 +42,11 @@ class Case:
     compile: bool = True
     recompute: str = "selective"
 
+    @property
+    def label(self) -> str:
+        """What --only selects by."""
+        return f"{self.part}/{self.name}/{'compiled' if self.compile else 'eager'}/{self.recompute}"
+
 
 def cases(asked: Settings, gpus: int) -> list[Case]:
     """What this machine can run."""
@@ -51,11 +57,11 @@ def cases(asked: Settings, gpus: int) -> list[Case]:
         for name, lengths in rows.items()
     ]
     if gpus < 2:
-        return [case for case in one if asked.wants("one")]
+        return [case for case in one if asked.wants(case.label)]
     short = (8, 12, 16, 12) if asked.smoke else SHORT
     two = [Case("cp", name, lengths, Layout(cp=2)) for name, lengths in rows.items()]
     two += [Case("short", "rows of 1-2k", short, layout) for layout in (Layout(dp=2), Layout(cp=2))]
-    return [case for case in one + two if asked.wants(case.part)]
+    return [case for case in one + two if asked.wants(case.label)]
 
 
 def shape(smoke: bool) -> Qwen3Config:

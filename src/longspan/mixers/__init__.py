@@ -8,7 +8,10 @@ from longspan.mixers.gather import Gather
 from longspan.mixers.hybrid import Hybrid
 from longspan.mixers.local import Local, packed_attention
 from longspan.mixers.ring import Ring
+from longspan.mixers.symmetric import make_transport
+from longspan.mixers.transport import Collective, Transport
 from longspan.mixers.ulysses import Ulysses
+from longspan.mixers.ulysses_overlap import OverlappedUlysses
 
 __all__ = [
     "MIXERS",
@@ -22,18 +25,22 @@ __all__ = [
     "Saved",
     "Ulysses",
     "make_mixer",
+    "make_transport",
     "packed_attention",
 ]
 
-MIXERS: dict[str, Callable[[Layout], Mixer]] = {
-    "ulysses": lambda layout: Ulysses(),
-    "ring": lambda layout: Ring(),
-    "gather": lambda layout: Gather(),
-    "hybrid": lambda layout: Hybrid(ulysses=layout.ulysses or 1),
+MIXERS: dict[str, Callable[[Layout, Transport], Mixer]] = {
+    "ulysses": lambda layout, transport: Ulysses() if transport.blocking else OverlappedUlysses(transport),
+    "ring": lambda layout, transport: Ring(transport),
+    "gather": lambda layout, transport: Gather(),
+    "hybrid": lambda layout, transport: Hybrid(ulysses=layout.ulysses or 1),
 }
 
 
-def make_mixer(layout: Layout) -> Mixer:
-    """The mixer of a resolved layout (`longspan.layout.resolve`); for rows of one rank each attends alone."""
+def make_mixer(layout: Layout, transport: Transport | None = None) -> Mixer:
+    """The mixer of a resolved layout (`longspan.layout.resolve`); for rows of one rank each attends alone.
+
+    transport: `make_transport(mesh.all, mesh.device)` where ranks should use what their machine offers.
+    """
     assert layout.mixer in MIXERS, f"resolve the layout first: mixer={layout.mixer!r}"
-    return MIXERS[layout.mixer](layout)
+    return MIXERS[layout.mixer](layout, transport or Collective())

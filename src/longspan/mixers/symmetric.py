@@ -19,9 +19,9 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from longspan.layout.mesh import CPGroup
-from longspan.mixers.transport import copy_rows
+from longspan.mixers.transport import Collective, Transport, copy_rows
 
-__all__ = ["Symmetric", "symmetric_refusal"]
+__all__ = ["Symmetric", "make_transport", "symmetric_refusal"]
 
 SLOTS = 3  # travels that may be on their way at once
 ALIGN = 256  # bytes: start of each tensor in a slot
@@ -94,6 +94,8 @@ class Pulled:
 class Symmetric:
     """See the file's head. One object serves all groups; make it once, it holds the buffers."""
 
+    blocking: bool = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slots: dict[tuple[int, ...], Slots] = {}
@@ -143,6 +145,11 @@ class Symmetric:
         stream = found.stream if found is not None else torch.cuda.Stream(self._device)
         self._slots[group.ranks] = Slots(group, size, memory, handle, stream)
         return self._slots[group.ranks]
+
+
+def make_transport(group: CPGroup, device: torch.device) -> Transport:
+    """Symmetric memory where every rank of the group can use it, else collectives. Collective itself."""
+    return Collective() if symmetric_refusal(group, device) else Symmetric(device)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -52,6 +52,8 @@ class Arrival(Protocol):
 class Transport(Protocol):
     """Moves tensors inside one group after another; keeps no data between travels."""
 
+    blocking: bool  # a travel takes SMs from what runs beside it, so that cutting work to overlap does not pay
+
     def exchange(self, shape: tuple[int, ...], like: Tensor, fill: Callable[[Tensor], None], group: CPGroup) -> Arrival:
         """fill writes what to send into a tensor [N, ...] of `shape`; one tensor [N, ...] arrives."""
         ...
@@ -77,6 +79,8 @@ class Exchanged:
 
 class Collective:
     """Through torch.distributed."""
+
+    blocking: bool = True
 
     def exchange(
         self, shape: tuple[int, ...], like: Tensor, fill: Callable[[Tensor], None], group: CPGroup
