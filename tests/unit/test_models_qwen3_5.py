@@ -35,6 +35,7 @@ from longspan.parity.oracle_attention import NAME as PLAIN_ATTENTION
 from longspan.parity.oracle_attention import plain_attention
 
 CPU = torch.device("cpu")
+FAMILIES = ("qwen3_5", "qwen3_5_vl", "qwen3_5_moe", "qwen3_next")
 LENGTHS = (1, 2, 3, 1, 40, 17)
 
 
@@ -169,14 +170,14 @@ def errors(family: str, *, dtype: torch.dtype = torch.float64, fault: str = "") 
     return hidden, worst
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_vl", "qwen3_next"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_equal_plain_recurrences(family: str) -> None:
     hidden, gradient = errors(family)
     print(f"{family}: hidden {hidden:.1e}, gradient {gradient:.1e}")
     assert hidden < 1e-10 and gradient < 1e-10
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_vl", "qwen3_next"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_equal_unmodified_transformers_in_fp32(family: str) -> None:
     hidden, gradient = errors(family, dtype=torch.float32)
     print(f"{family}: hidden {hidden:.1e}, gradient {gradient:.1e}")
@@ -217,7 +218,7 @@ def test_another_document_changes_no_bit() -> None:
 
 def test_every_recurrent_layer_is_replaced() -> None:
     """D12: no layer of transformers that mixes tokens on its own is left."""
-    for family in ("qwen3_5", "qwen3_5_vl", "qwen3_next"):
+    for family in FAMILIES:
         kinds = {type(module).__name__ for module in load(family, torch.float32).model.modules()}
         assert "GatedDeltaNet" in kinds and not {kind for kind in kinds if kind.endswith("GatedDeltaNet")} - {
             "GatedDeltaNet"

@@ -1,4 +1,5 @@
-"""Adapter for hybrid text decoders: Qwen3.5 and Qwen3-Next, Gated DeltaNet layers with full attention every few
+"""Adapter for hybrid text decoders: Qwen3.5 (dense and MoE) and Qwen3-Next, Gated DeltaNet layers with full attention
+every few
 layers.
 
 Recurrent: token order is kept (`contiguous`), zigzag is refused. Full-attention layers (output gate, partial rotary)
@@ -109,20 +110,20 @@ def hybrid_text_adapter(model: PreTrainedModel, folder: str | None) -> HybridTex
     )
 
 
-SHARED = ("ForCausalLM", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RMSNormGated", "GatedDeltaNet")
-# Conv1d: the convolution of a GatedDeltaNet, which replaces its forward; no other layer of these families has one.
+SHARED = ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RMSNormGated", "GatedDeltaNet")
+EXPERTS = ("SparseMoeBlock", "TopKRouter", "Experts")
+
+
+def _family(prefix: str, *more: str) -> Family:
+    """Conv1d is the convolution of a GatedDeltaNet, which replaces its forward; no other layer here has one."""
+    return Family(
+        build=hybrid_text_adapter,
+        modules=frozenset(["Conv1d"] + [f"{prefix}{part}" for part in ("ForCausalLM", *SHARED, *more)]),
+    )
+
+
 FAMILIES = {
-    "Qwen3_5ForCausalLM": Family(
-        build=hybrid_text_adapter,
-        modules=frozenset(
-            ["Conv1d", "Qwen3_5TextModel", "Qwen3_5TextRotaryEmbedding"] + [f"Qwen3_5{part}" for part in SHARED]
-        ),
-    ),
-    "Qwen3NextForCausalLM": Family(
-        build=hybrid_text_adapter,
-        modules=frozenset(
-            ["Conv1d", "Qwen3NextModel", "Qwen3NextRotaryEmbedding"]
-            + [f"Qwen3Next{part}" for part in (*SHARED, "SparseMoeBlock", "TopKRouter", "Experts")]
-        ),
-    ),
+    "Qwen3_5ForCausalLM": _family("Qwen3_5", "TextModel", "TextRotaryEmbedding"),
+    "Qwen3_5MoeForCausalLM": _family("Qwen3_5Moe", "TextModel", "TextRotaryEmbedding", *EXPERTS),
+    "Qwen3NextForCausalLM": _family("Qwen3Next", "Model", "RotaryEmbedding", *EXPERTS),
 }

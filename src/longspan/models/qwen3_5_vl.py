@@ -22,7 +22,7 @@ from longspan.models.attention_bridge import use_vision_bridge
 from longspan.models.checks import check_config
 from longspan.models.images import MediaReader
 from longspan.models.placeholders import MediaIds, match_spans, media_rows, mrope_positions
-from longspan.models.qwen3_5 import SHARED, prepare_recurrent
+from longspan.models.qwen3_5 import EXPERTS, SHARED, prepare_recurrent
 from longspan.models.qwen3_5_deltanet import replace_deltanets
 from longspan.models.qwen3_vl import TOWER, qwen3_vl_media, run_tower
 from longspan.models.vision import MediaShard, place_rows
@@ -117,15 +117,17 @@ def qwen3_5_vl_adapter(model: PreTrainedModel, folder: str | None) -> Qwen35VLAd
     )
 
 
-FAMILIES = {
-    "Qwen3_5ForConditionalGeneration": Family(
+def _family(prefix: str, *more: str) -> Family:
+    names = ["ForConditionalGeneration", "Model", "TextModel", "TextRotaryEmbedding", *SHARED, *more]
+    names += [f"Vision{part}" for part in TOWER]
+    return Family(
         build=qwen3_5_vl_adapter,
         media=qwen3_vl_media,
-        modules=frozenset(
-            ["Conv1d", "Qwen3_5ForConditionalGeneration", "Qwen3_5Model", "Qwen3_5TextModel"]
-            + ["Qwen3_5TextRotaryEmbedding"]
-            + [f"Qwen3_5Vision{part}" for part in TOWER]
-            + [f"Qwen3_5{part}" for part in SHARED if part != "ForCausalLM"]
-        ),
-    ),
+        modules=frozenset(["Conv1d"] + [f"{prefix}{name}" for name in names]),
+    )
+
+
+FAMILIES = {
+    "Qwen3_5ForConditionalGeneration": _family("Qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": _family("Qwen3_5Moe", *EXPERTS),
 }

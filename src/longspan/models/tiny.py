@@ -18,6 +18,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -132,6 +133,14 @@ def _qwen3_5_vl(
     return Qwen3_5Config(text_config=text_config, vision_config=vision_config, **{**MEDIA_IDS, **own, **over})
 
 
+def _qwen3_5_moe(**over: Any) -> PretrainedConfig:
+    """4 experts, 2 a token, and a shared one in each layer."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    own = {"shared_expert_intermediate_size": 16, "rope_parameters": {**MROPE, **HALF_ROPE}}
+    named = {"tie_word_embeddings": False, "architectures": ["Qwen3_5MoeForCausalLM"]}
+    return Qwen3_5MoeTextConfig(**{**TEXT, **HYBRID, **experts, **own, **named, **over})
+
+
 def _qwen3_next(**over: Any) -> PretrainedConfig:
     """4 experts, 2 a token, and a shared one; the middle layer is dense."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
@@ -185,6 +194,7 @@ TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "gemma3": _gemma3,
     "qwen3_5": _qwen3_5,
     "qwen3_5_vl": _qwen3_5_vl,
+    "qwen3_5_moe": _qwen3_5_moe,
     "qwen3_next": _qwen3_next,
 }
 
