@@ -146,6 +146,7 @@ def use_plain_layers(model: nn.Module) -> None:
     """Switch this model instance to the definitions above."""
     AttentionInterface.register(NAME, plain_attention)
     model.set_attn_implementation(NAME)
+    model.set_experts_implementation("eager")  # transformers' default, a grouped matmul, has no fp64
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
         if kind.endswith("GatedDeltaNet"):

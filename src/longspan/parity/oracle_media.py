@@ -137,7 +137,7 @@ def _hidden_by_hand(
         out = base.get_image_features(tensors[name], grids["image" if kind == 1 else "video"], return_dict=True)
         places = (types == kind).nonzero()[:, 0]
         embeds = embeds.index_copy(0, places, torch.cat(list(out.pooler_output)).to(embeds.dtype))
-        for depth, features in enumerate(out.deepstack_features):
+        for depth, features in enumerate(out.get("deepstack_features") or []):  # Qwen3.5's tower has none
             if len(deepstack) <= depth:
                 deepstack.append(features.new_zeros(len(types), features.shape[1]))
             deepstack[depth] = deepstack[depth].index_copy(0, places, features)
