@@ -14,6 +14,7 @@ from torch import Tensor
 from longspan.engine.optim import SGD, AdamW
 from longspan.layout import Shard
 from longspan.models.adapter import Context
+from longspan.models.lora import Routing
 from longspan.models.vision import MediaShard
 
 __all__ = ["Backend", "Head", "MicroStep", "Program"]
@@ -53,6 +54,8 @@ class Program(Protocol):
 class Backend(Protocol):
     """Owner of parameters. Every method is collective: all ranks call it in the same order."""
 
+    routing: Routing | None  # LoRA: which adapter a sample trains; None without adapters
+
     def run(self, steps: Iterable[MicroStep], program: Program) -> None:
         """Run the program on every micro-step; training programs add their gradient to the accumulators."""
         ...
@@ -73,4 +76,8 @@ class Backend(Protocol):
 
     def load(self, folder: Path, optimizer: bool) -> None: ...
 
-    def export(self, folder: Path) -> None: ...
+    def export(self, folder: Path, merge: str | None) -> None: ...
+
+    def clear_gradients(self) -> None: ...
+
+    def has_gradients(self) -> bool: ...

@@ -14,6 +14,7 @@ from torch import Tensor
 from longspan.data import FieldSpec, Sample, check_samples
 from longspan.errors import UserError
 from longspan.models.adapter import Adapter
+from longspan.models.lora import Routing
 
 __all__ = ["Batch", "fingerprint", "make_batch"]
 
@@ -47,17 +48,21 @@ def make_batch(
     weights: Mapping[str, Sequence[Tensor]],
     fields: Sequence[str],
     dtype: torch.dtype,
+    routing: Routing | None = None,
 ) -> Batch:
     """Check the samples and turn them into per-token tensors.
 
     weights: per stream name, one [L] tensor a sample (from token_weights); stored in fp64.
     fields: names of sample fields to carry. "temperature" is optional and 1 where a sample has none.
+    routing: with LoRA, which adapter each sample trains.
     Raises UserError naming the sample for anything that does not fit.
     """
     check_samples(samples, vocab_size=adapter.vocab_size)
     declared = dict(CORE) | dict(adapter.declared())
     declared |= {name: FieldSpec(torch.float64, 0.0) for name in weights}
     declared |= {name: _field_spec(name, samples, dtype) for name in fields}
+    if routing is not None:
+        declared["adapter"] = FieldSpec(torch.int64, -1)
     tensors, offset = [], 0
     for number, sample in enumerate(samples):
         length = len(sample.input_ids)
@@ -71,6 +76,10 @@ def make_batch(
         row |= adapter.sample_tensors(sample)
         row |= {name: values[number] for name, values in weights.items()}
         row |= {name: _field(name, sample, declared[name]) for name in fields}
+        if routing is not None:
+            row["adapter"] = torch.full((length,), routing.number(sample, number))
+        elif sample.adapter is not None:
+            raise UserError(f"sample {number} has adapter={sample.adapter!r}, but this engine has no LoRA adapters")
         tensors.append(row)
         offset += length
     media = tuple(tuple(adapter.media_tokens(sample)) for sample in samples)

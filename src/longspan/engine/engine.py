@@ -95,7 +95,9 @@ class Engine:
         """
         objective = self._check(samples, objective)
         started = self._start()
-        weights = token_weights(samples, objective, normalise, denominator=denominator)
+        weights = token_weights(
+            samples, objective, normalise, denominator=denominator, by_adapter=self.config.lora is not None
+        )
         batch = self._admit(samples, objective.stream_fields(samples), weights)
         plan = self._agree(batch, self.planner.plan(batch))
         steps = self.builder.steps(batch, plan, trains=True)  # pack, shard: one micro-step at a time
@@ -174,9 +176,13 @@ class Engine:
             self.step = int((path / "step").read_text())
             rng.load(path, self.mesh.rank)
 
-    def export(self, path: str | Path) -> None:
-        """Write a Hugging Face folder (safetensors and config) that plain `transformers` loads."""
-        publish(Path(path), self.mesh, self.backend.export)
+    def export(self, path: str | Path, merge: str | None = None) -> None:
+        """Write a Hugging Face folder (safetensors and config) that plain `transformers` loads.
+
+        With LoRA: the adapter in peft's format (a folder each where there are several); merge=name instead writes the whole
+        model with that adapter added into its weights.
+        """
+        publish(Path(path), self.mesh, lambda folder: self.backend.export(folder, merge))
 
     def _check(self, samples: Sequence[Sample], objective: Objective | Callable[..., Tensor]) -> Objective:
         objective = objective if isinstance(objective, Objective) else Objective(objective)
@@ -191,7 +197,9 @@ class Engine:
         """The checked batch as per-token tensors, weights included."""
         streams = {WEIGHT + term: values for term, values in weights.items()}
         names = tuple(dict.fromkeys([*fields, "temperature"]))
-        return make_batch(samples, self.adapter, weights=streams, fields=names, dtype=self.dtype)
+        return make_batch(
+            samples, self.adapter, weights=streams, fields=names, dtype=self.dtype, routing=self.backend.routing
+        )
 
     def _agree(self, batch: Batch, plan: Plan) -> Plan:
         """Every rank must hold the same batch and plan; a difference is an error that names the rank, not a hang."""

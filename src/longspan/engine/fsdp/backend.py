@@ -22,6 +22,7 @@ from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, l
 from longspan.errors import CheckpointError, UserError
 from longspan.layout import Mesh
 from longspan.models.adapter import Adapter
+from longspan.models.lora import adapter_of, add_adapters, merge_weights, write_adapter
 
 __all__ = ["FSDPBackend"]
 
@@ -38,14 +39,16 @@ class FSDPBackend:
         compute = DTYPES[config.dtype]
         self.master = torch.float64 if compute == torch.float64 else torch.float32
         value_head = _make_value_head(adapter, config.seed, self.master) if config.value_head else None
-        self.policy = Policy(adapter, value_head)
+        self.routing = None if config.lora is None else add_adapters(adapter, config.lora, config.seed)
+        self.lora = config.lora or {}
+        self.policy = Policy(adapter, value_head, self.routing)
         _freeze(self.policy, config.freeze, adapter)
         _recompute(adapter, config.recompute)
         if config.compile:
             _compile(adapter)
         shard_policy(self.policy, mesh.device_mesh, compute=compute, master=self.master)
         self.policy.train()
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers: dict[str | None, torch.optim.Optimizer] = {}  # one an adapter; None: everything that is in none
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(public name, parameter) of every trainable parameter; tied weights once."""
@@ -64,9 +67,8 @@ class FSDPBackend:
                     self.policy.reshard()
 
     def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:
-        if adapter is not None:
-            raise UserError(f"adapter={adapter!r}: this engine has no LoRA adapters. Build it with lora={{name: LoraConfig}}")
-        parameters = [parameter for _, parameter in self.named_parameters()]
+        adapter = self._adapter(adapter)
+        parameters = [parameter for name, parameter in self.named_parameters() if adapter_of(name) == adapter]
         norm = gradient_norm(parameters, self.mesh.all)
         self._check_finite(norm)
         for parameter in parameters:
@@ -75,10 +77,22 @@ class FSDPBackend:
         coefficient = clip_coefficient(norm, settings.clip_norm)
         if coefficient is not None:
             torch._foreach_mul_([local(parameter.grad) for parameter in parameters], coefficient.to(self.master))
-        self._prepare(settings, parameters)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        optimizer = self._optimizer(settings, parameters, adapter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         return {"grad/norm": float(norm), "grad/clip": 1.0 if coefficient is None else float(coefficient)}
+
+    def _adapter(self, name: str | None) -> str | None:
+        """Which parameters a step moves: those of one adapter, or (without LoRA) all."""
+        if not self.lora:
+            if name is not None:
+                raise UserError(f"adapter={name!r}: this engine has no LoRA adapters. Build it with lora={{name: LoraConfig}}")
+            return None
+        if name is None and len(self.lora) == 1:
+            return next(iter(self.lora))
+        if name not in self.lora:
+            raise UserError(f"adapter={name!r} is not one of {sorted(self.lora)}. Name the adapter to step")
+        return name
 
     def _check_finite(self, norm: Tensor) -> None:
         if not torch.isfinite(norm):
@@ -93,16 +107,19 @@ class FSDPBackend:
                 "to drop this batch and go on"
             )
 
-    def _prepare(self, settings: AdamW | SGD, parameters: list[nn.Parameter]) -> None:
-        if self.optimizer is None:
-            self.optimizer = make_optimizer(settings, parameters)
-        elif type(self.optimizer).__name__ != type(settings).__name__:
+    def _optimizer(self, settings: AdamW | SGD, parameters: list[nn.Parameter], adapter: str | None) -> torch.optim.Optimizer:
+        """This adapter's optimizer with the settings of this step; its state starts at the first one."""
+        if adapter not in self.optimizers:
+            self.optimizers[adapter] = make_optimizer(settings, parameters)
+        optimizer = self.optimizers[adapter]
+        if type(optimizer).__name__ != type(settings).__name__:
             raise UserError(
-                f"this engine steps with {type(self.optimizer).__name__}; {type(settings).__name__} would ignore its state. "
+                f"this engine steps with {type(optimizer).__name__}; {type(settings).__name__} would ignore its state. "
                 "Use one optimizer for a run"
             )
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group.update(settings.options())
+        return optimizer
 
     def clear_gradients(self) -> None:
         for parameter in self.policy.parameters():
@@ -124,48 +141,58 @@ class FSDPBackend:
     def save(self, folder: Path) -> None:
         checkpoint.write_tensors(folder, self._state(), self.mesh)
         if self.mesh.data_rank == 0:
-            kind = None if self.optimizer is None else type(self.optimizer).__name__
-            shapes = {public_name(name): list(p.shape) for name, p in self.policy.named_parameters()}
-            (folder / "backend.json").write_text(json.dumps({"optimizer": kind, "shapes": shapes}))
+            kinds = {adapter or "": type(optimizer).__name__ for adapter, optimizer in self.optimizers.items()}
+            (folder / "backend.json").write_text(json.dumps({"optimizers": kinds, "shapes": self._shapes()}))
 
     def load(self, folder: Path, optimizer: bool) -> None:
         saved = json.loads((folder / "backend.json").read_text())
-        shapes = {public_name(name): list(p.shape) for name, p in self.policy.named_parameters()}
+        shapes = self._shapes()
         if saved["shapes"] != shapes:
             wrong = [name for name in sorted({*shapes, *saved["shapes"]}) if shapes.get(name) != saved["shapes"].get(name)]
             raise CheckpointError(f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded")
-        self.optimizer = None
-        if optimizer and saved["optimizer"] is not None:
-            self._empty_optimizer(saved["optimizer"])
+        self.optimizers = {}
+        for adapter, kind in saved["optimizers"].items() if optimizer else ():
+            self._empty_optimizer(adapter or None, kind)
         checkpoint.read_tensors(folder, self._state(), self.mesh)
         self.clear_gradients()
+
+    def _shapes(self) -> dict[str, list[int]]:
+        return {public_name(name): list(p.shape) for name, p in self.policy.named_parameters()}
 
     def _state(self) -> dict[str, Tensor]:
         """Flat {key: tensor} of everything saved: weights, and moments where there are any."""
         names = {parameter: public_name(name) for name, parameter in self.policy.named_parameters()}
         state = {f"weights/{name}": parameter.detach() for parameter, name in names.items()}
-        if self.optimizer is not None:
-            for parameter, slots in self.optimizer.state.items():
+        for optimizer in self.optimizers.values():
+            for parameter, slots in optimizer.state.items():
                 state |= {f"optimizer/{names[parameter]}/{slot}": value for slot, value in slots.items() if value is not None}
         return state
 
-    def _empty_optimizer(self, kind: str) -> None:
+    def _empty_optimizer(self, adapter: str | None, kind: str) -> None:
         """An optimizer with zero state of the right shapes, for the checkpoint to fill."""
         settings = AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0)
-        parameters = [parameter for _, parameter in self.named_parameters()]
-        self.optimizer = make_optimizer(settings, parameters)
+        parameters = [parameter for name, parameter in self.named_parameters() if adapter_of(name) == adapter]
+        optimizer = self._optimizer(settings, parameters, adapter)
         for parameter in parameters:
             if kind == "AdamW":
-                self.optimizer.state[parameter] = {
+                optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, merge: str | None) -> None:
+        """Without LoRA a Hugging Face folder. With it, one peft folder an adapter; merge=name: the base with it added in."""
         weights = {name: value for name, value in self.weights().items() if not name.startswith("value_head.")}
-        if self.mesh.data_rank == 0:
-            self.adapter.model.save_pretrained(folder, state_dict=weights)
+        if merge is not None and merge not in self.lora:
+            raise UserError(f"merge={merge!r} is not one of this engine's adapters {sorted(self.lora)}")
+        if self.mesh.data_rank != 0:
+            return
+        if self.lora and merge is None:
+            for name, config in self.lora.items():
+                write_adapter(folder if len(self.lora) == 1 else folder / name, name, config, weights)
+        else:
+            self.adapter.model.save_pretrained(folder, state_dict=merge_weights(weights, self.adapter.model, merge))
 
 
 def full(tensor: Tensor) -> Tensor:

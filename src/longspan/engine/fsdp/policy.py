@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from longspan.engine.backend import Head, MicroStep, Program
 from longspan.models.adapter import Adapter
+from longspan.models.lora import Routing
 
 __all__ = ["MODEL_PREFIX", "Policy", "public_name", "shard_policy"]
 
@@ -22,14 +23,17 @@ MODEL_PREFIX = "model."
 class Policy(nn.Module):
     """model: the Hugging Face model. value_head: nn.Linear(E, 1) or None."""
 
-    def __init__(self, adapter: Adapter, value_head: nn.Module | None) -> None:
+    def __init__(self, adapter: Adapter, value_head: nn.Module | None, routing: Routing | None) -> None:
         super().__init__()
         self.model = adapter.model
         self.value_head = value_head
         self.adapter = adapter
+        self.routing = routing
 
     def forward(self, step: MicroStep, program: Program) -> Tensor:
         """[] the program's weighted sum on this rank's tokens."""
+        if self.routing is not None:
+            self.routing.ids = step.shard.fields["adapter"]
         hidden_TE = self.adapter.hidden(step.shard, step.media, step.context)
         value_T = None if self.value_head is None else self.value_head(hidden_TE)[:, 0]
         return program.compute(hidden_TE, Head(*self.adapter.head()), value_T, step)
