@@ -1,8 +1,8 @@
 """Mixers on two GPUs: every mixer and transport against one GPU, ragged documents, forward and gradients.
 
-dk and dv of ring and gather add two parts that a kernel rounded to bf16, where one GPU rounds once: two roundings of
-2^-9 more. fp32 with the reference kernel: 1e-5 relative L2 (other order of sums only). bf16 with the chosen kernel: no farther
-from fp32 than one GPU's bf16 is, times 1.2 (DESIGN.md). Control: keys of the wrong layout are far off.
+fp32 with the reference kernel: 1e-5 relative L2 (other order of sums only). bf16 with the chosen kernel: no farther
+from fp32 than one GPU's bf16 is, times 1.2 (DESIGN.md); dk and dv of ring and gather add two parts that a kernel
+rounded to bf16, where one GPU rounds once: two roundings of 2^-9 more. Control: keys of the wrong layout are far off.
 """
 
 from typing import Any
