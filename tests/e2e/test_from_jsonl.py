@@ -1,0 +1,68 @@
+"""recipes/from_jsonl.py: SFT and a policy loss on a file of trajectories; what is wrong with the file is said at
+start.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from longspan import Sample
+from longspan.data.jsonl import write_jsonl
+from longspan.observe import read_jsonl
+from longspan.rl.train import load_job, main, train
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "from_jsonl.py")
+
+
+def write_rows(path: Path, *, policy: bool) -> None:
+    """24 ragged rows over 97 ids that repeat a few tokens, so that there is something to learn."""
+    random = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(24):
+        length = int(torch.randint(6, 30, (1,), generator=random))
+        ids = torch.randint(5, 13, (length + 1,), generator=random)
+        fields = {"advantage": torch.ones(length), "old_logprob": torch.full((length,), -4.5)} if policy else {}
+        samples.append(Sample(ids[:-1], ids[1:], torch.ones(length), fields=fields))
+    write_jsonl(path, samples)
+
+
+def test_sft_learns_and_names_its_rows(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", policy=False)
+    flags = ["--data", str(tmp_path / "rows.jsonl"), "--run.folder", str(tmp_path / "run"), "--engine.layout.cp", "2"]
+    result = train(RECIPE, [*flags, "--training.optimizer.lr", "1e-2"])
+    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[0]["loss/cross_entropy"] > 4.5 and result["training"]["loss/cross_entropy"] < 3.5
+    rows = [row["row"] for line in read_jsonl(tmp_path / "run" / "rows.jsonl") for row in line["rows"]]
+    assert sorted(rows[:24]) == sorted(f"line-{number}" for number in range(1, 25))  # an epoch holds each row once
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_what_is_wrong_is_said_before_any_rank_starts(tmp_path, capsys):
+    write_rows(tmp_path / "rows.jsonl", policy=False)
+    data = ["--data", str(tmp_path / "rows.jsonl"), "--run.folder", str(tmp_path / "run")]
+    assert main([RECIPE]) == 2
+    assert "Give --data FILE" in capsys.readouterr().err
+    assert main([RECIPE, "--data", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl does not exist" in capsys.readouterr().err
+    assert main([RECIPE, *data, "--training.loss.name", "ppo"]) == 2
+    assert "sample 0 has no field" in capsys.readouterr().err
+    assert main([RECIPE, *data, "--training.samples", "25"]) == 2
+    assert "training.samples=25 is more than the 24 rows" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_policy_loss_settings_reach_the_objective(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", policy=True)
+    flags = [
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--training.loss.name",
+        "ppo",
+        "--training.loss.options",
+        "clip",
+        "0.3",
+    ]
+    job = load_job(RECIPE, flags)
+    assert job.training.loss.objective().options.clip == pytest.approx(0.3)
+    job.prepare()
