@@ -45,7 +45,11 @@ def _zigzag(cu: Tensor, size: int) -> list[Tensor]:
         raise UserError(
             f"zigzag: a document of {int(bad)} tokens does not cut into 2 * {size} chunks. Pad each to {2 * size}."
         )
-    token = torch.arange(int(cu[-1]))
-    chunk = (token - cu[:-1].repeat_interleave(lengths)) // (lengths // (2 * size)).repeat_interleave(lengths)
-    owner = torch.minimum(chunk, 2 * size - 1 - chunk)
-    return list(owner.argsort(stable=True).chunk(size))
+    chunk = lengths // (2 * size)
+    document = torch.arange(lengths.numel()).repeat_interleave(2 * chunk)  # of each local row, the same on every rank
+    row = torch.arange(document.numel()) - (2 * chunk).cumsum(0).sub(2 * chunk)[document]  # inside its document
+    chunk_row = chunk[document]
+    early = row < chunk_row
+    of_rank_0 = cu[:-1][document] + row + torch.where(early, 0, (2 * size - 2) * chunk_row)
+    step = torch.where(early, chunk_row, -chunk_row)  # the next rank's chunks: one later, one earlier
+    return [of_rank_0 + rank * step for rank in range(size)]

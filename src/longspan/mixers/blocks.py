@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.layout.seqinfo import Run
 from longspan.mixers.kernels import Block
 
-__all__ = ["Call", "Rows", "documents_call", "pair_calls", "select"]
+__all__ = ["Call", "Rows", "documents_call", "pair_calls", "ranges", "rows_of", "select"]
 
 Rows = slice | Tensor | None  # rows of a local tensor: a range, int64 row numbers on the device (no row twice), or all
 
@@ -55,6 +55,21 @@ def select(x: Tensor, rows: Rows) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
+def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """starts[0], starts[0] + 1, ... for lengths[0] numbers, then the same from starts[1], ...: int64."""
+    length = torch.tensor(lengths)
+    before = length.cumsum(0) - length
+    return torch.arange(int(length.sum())) + (torch.tensor(starts) - before).repeat_interleave(length)
+
+
+def rows_of(numbers: Tensor, total: int, device: torch.device) -> Rows:
+    """The cheapest form of these row numbers [n] int64 CPU of a tensor with `total` rows."""
+    if bool((numbers.diff() == 1).all()):
+        start, stop = int(numbers[0]), int(numbers[-1]) + 1
+        return None if (start, stop) == (0, total) else slice(start, stop)
+    return numbers.to(device, non_blocking=True)
+
+
 def documents_call(lengths: Sequence[int], device: torch.device) -> Call:
     """All rows against all rows: document after document, causal in row order."""
     return Call(None, None, Block.make(lengths, lengths, kind="causal", device=device), fresh=True)
@@ -83,8 +98,8 @@ def pair_calls(
     calls = []
     written = torch.zeros(num_q, dtype=torch.bool)
     for group in _groups(segments, window):
-        q_rows = _rows([(s.q_row, s.len_q) for s in group], num_q)
-        touched = torch.cat([torch.arange(s.q_row, s.q_row + s.len_q) for s in group])
+        touched = ranges([s.q_row for s in group], [s.len_q for s in group])
+        seen = ranges([s.k_row for s in group], [s.len_k for s in group])
         is_fresh = fresh and not bool(written[touched].any())
         written[touched] = True
         block = Block.make(
@@ -94,8 +109,7 @@ def pair_calls(
             device=device,
             offset=[s.offset for s in group],
         )
-        k_rows = _rows([(s.k_row, s.len_k) for s in group], num_k)
-        calls.append(Call(_to(q_rows, device), _to(k_rows, device), block, is_fresh))
+        calls.append(Call(rows_of(touched, num_q, device), rows_of(seen, num_k, device), block, is_fresh))
     return tuple(calls)
 
 
@@ -151,16 +165,3 @@ def _groups(segments: Sequence[Segment], window: int | None) -> list[list[Segmen
         else:
             groups.append((key, set(segment.runs), [segment]))
     return [members for _, _, members in groups]
-
-
-def _rows(ranges: Sequence[tuple[int, int]], total: int) -> Rows:
-    start = stop = ranges[0][0]
-    for first, length in ranges:
-        if first != stop:
-            return torch.cat([torch.arange(a, a + n) for a, n in ranges])
-        stop += length
-    return None if (start, stop) == (0, total) else slice(start, stop)
-
-
-def _to(rows: Rows, device: torch.device) -> Rows:
-    return rows.to(device, non_blocking=True) if isinstance(rows, Tensor) else rows

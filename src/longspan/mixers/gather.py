@@ -27,7 +27,7 @@ from longspan.mixers.attention import (
     run_backward,
     run_forward,
 )
-from longspan.mixers.blocks import Call, Rows
+from longspan.mixers.blocks import Call, ranges, rows_of
 from longspan.mixers.kernels import Block, Kernel
 from longspan.mixers.local import Local, LocalPrepared
 from longspan.mixers.merge import Sum
@@ -134,18 +134,11 @@ def _wave_call(wave: Sequence[Run], info: SeqInfo, row: Tensor, window: int | No
     block = Block.make(
         [run.stop - run.start for run in wave], [part.numel() for part in keys], kind="causal", device=device
     )
-    queries = [torch.arange(run.row, run.row + run.stop - run.start) for run in wave]
     return Call(
-        q_rows=_range_or_rows(torch.cat(queries), info.num_local, device),
-        k_rows=_range_or_rows(torch.cat(keys), info.num_tokens, device),
+        q_rows=rows_of(
+            ranges([run.row for run in wave], [run.stop - run.start for run in wave]), info.num_local, device
+        ),
+        k_rows=rows_of(torch.cat(keys), info.num_tokens, device),
         block=block,
         fresh=True,
     )
-
-
-def _range_or_rows(rows: Tensor, total: int, device: torch.device) -> Rows:
-    if rows.numel() == total and torch.equal(rows, torch.arange(total)):
-        return None
-    if bool((rows.diff() == 1).all()):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows.to(device, non_blocking=True)

@@ -8,7 +8,9 @@ overlap with the next step's calls. Step 0 is one causal call over the local doc
 A step without a visible pair computes nothing, and the ring stops at the farthest step that any rank needs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,8 +26,8 @@ from longspan.mixers.attention import (
     run_backward,
     run_forward,
 )
-from longspan.mixers.blocks import Call, documents_call, pair_calls
-from longspan.mixers.kernels import Kernel
+from longspan.mixers.blocks import Call, documents_call, pair_calls, ranges, rows_of
+from longspan.mixers.kernels import Block, Kernel
 from longspan.mixers.local import Local, LocalPrepared
 from longspan.mixers.merge import Sum
 from longspan.mixers.transport import Collective, Transport
@@ -119,17 +121,34 @@ class Ring:
 
 
 def _make_steps(info: SeqInfo, window: int | None, device: torch.device) -> tuple[tuple[Call, ...], ...]:
-    mine, rows = info.runs, info.num_local
-    if window is None:
-        lengths = torch.unique_consecutive(info.segment, return_counts=True)[1].tolist()
-        first: tuple[Call, ...] = (documents_call(lengths, device),)
-    else:
-        first = pair_calls(mine, mine, num_q=rows, num_k=rows, window=window, device=device, fresh=True)
-    steps = [first]
-    for step in range(1, _reach(info, window) + 1):
-        other = runs(info.indices[(info.rank - step) % info.size], info.cu_seqlens)
-        steps.append(pair_calls(mine, other, num_q=rows, num_k=rows, window=window, device=device, fresh=False))
-    return tuple(steps)
+    mine, num = info.runs, info.num_local
+
+    def meet(rank: int, *, fresh: bool) -> tuple[Call, ...]:
+        keys = runs(info.indices[rank], info.cu_seqlens)
+        return pair_calls(mine, keys, num_q=num, num_k=num, window=window, device=device, fresh=fresh)
+
+    steps = range(1, _reach(info, window) + 1)
+    if window is not None:
+        return meet(info.rank, fresh=True), *(meet((info.rank - step) % info.size, fresh=False) for step in steps)
+    lengths = torch.unique_consecutive(info.segment, return_counts=True)[1].tolist()
+    own = (documents_call(lengths, device),)
+    if info.kind == "zigzag":
+        past, future = _zigzag_calls(lengths, num, device)
+        return own, *(past if step <= info.rank else future for step in steps)
+    return own, *(meet((info.rank - step) % info.size, fresh=False) for step in steps)
+
+
+def _zigzag_calls(
+    lengths: Sequence[int], num_rows: int, device: torch.device
+) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """The calls on keys of a lower rank and of a higher one: the same for each, documents lie in the same rows."""
+    chunks = [length // 2 for length in lengths]
+    starts = [2 * before for before in accumulate(chunks, initial=0)][:-1]  # local row of each document's first chunk
+    first = rows_of(ranges(starts, chunks), num_rows, device)
+    second = rows_of(ranges([a + n for a, n in zip(starts, chunks, strict=True)], chunks), num_rows, device)
+    past = Call(None, first, Block.make(lengths, chunks, kind="full", device=device, offset=()), False)
+    future = Call(second, None, Block.make(chunks, lengths, kind="full", device=device, offset=()), False)
+    return (past,), (future,)
 
 
 def _reach(info: SeqInfo, window: int | None) -> int:

@@ -28,7 +28,9 @@ class Block:
     max_q: int  # longest query segment
     max_k: int  # longest key segment
     kind: Literal["causal", "full"]  # causal is bottom-right aligned: query i sees keys j <= i + len_k - len_q
-    offset: tuple[int, ...]  # per segment: position of the first query minus position of the first key
+    offset: tuple[
+        int, ...
+    ]  # per segment: position of the first query minus that of the first key; () if never windowed
     lens_q: tuple[int, ...] | None = None  # per segment, on the host; None when only the device knows
     lens_k: tuple[int, ...] | None = None
 
