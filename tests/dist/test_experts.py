@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from longspan.data.pack import FieldSpec, pack
 from longspan.data.plan import Row
@@ -69,11 +70,12 @@ def run_case(mesh: Mesh, case: tuple, routes: Mapping[int, Tensor] | None, *, fa
     family, mixer, index, ep, rows = case
     adapter, _ = load_model(f"tiny:{family}", torch.float64, seed=3)
     experts = [mesh.group(start, ep) for start in range(0, RANKS, ep)][mesh.data_rank // ep]
-    if expert_modules(adapter.model):
-        shard_experts(adapter.model, experts)
     if fault:
         for module in expert_modules(adapter.model).values():
             module.down_proj.data = module.down_proj.data.flip(0)
+    if ep > 1:
+        axis = init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("replica", "ep"))["ep"]
+        shard_experts(adapter.model, experts, axis)
     groups = [mesh.group(start, size) for start, size, _ in rows]
     ((group, numbers),) = [(g, row[2]) for g, row in zip(groups, rows, strict=True) if g.rank >= 0]
     batch = samples()
@@ -120,6 +122,7 @@ def whole_gradients(model: torch.nn.Module, experts: CPGroup, mesh: Mesh) -> dic
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
         if name in held and experts.size > 1:
             assert p.grad is not None, f"{name}: no gradient on rank {mesh.data_rank}"
+            gradient = gradient.to_local()
             full = gradient.new_zeros(experts.size, *gradient.shape)
             full[experts.rank] = gradient
             gradient = full.flatten(0, 1)
