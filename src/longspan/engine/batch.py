@@ -75,7 +75,7 @@ def make_batch(
         }
         row |= adapter.sample_tensors(sample)
         row |= {name: values[number] for name, values in weights.items()}
-        row |= {name: _field(name, sample, declared[name]) for name in fields}
+        row |= {name: _field(name, sample, number, declared[name]) for name in fields}
         if routing is not None:
             row["adapter"] = torch.full((length,), routing.number(sample, number))
         elif sample.adapter is not None:
@@ -104,9 +104,11 @@ def _field_spec(name: str, samples: Sequence[Sample], dtype: torch.dtype) -> Fie
     return FieldSpec(kind, FILLS.get(name, 0), shape)
 
 
-def _field(name: str, sample: Sample, spec: FieldSpec) -> Tensor:
+def _field(name: str, sample: Sample, number: int, spec: FieldSpec) -> Tensor:
     """[..., L] of one field; the default where a sample may lack it (only temperature)."""
     if name not in sample.fields:
+        if name not in FILLS:
+            raise UserError(f"sample {number} has no field {name!r}, which others of the batch have. Give it to all or none")
         return torch.full((*spec.prefix, len(sample.input_ids)), spec.fill, dtype=spec.dtype)
     return sample.fields[name].movedim(0, -1).to(spec.dtype)
 

@@ -25,18 +25,20 @@ from longspan.engine.optim import SGD, AdamW
 from longspan.engine.outputs import Outputs, TokenBuffer
 from longspan.engine.planning import Planner
 from longspan.engine.program import WEIGHT, Forward, Train
-from longspan.engine.steps import StepBuilder
+from longspan.engine.steps import Keep, StepBuilder
 from longspan.errors import RankError, UserError
 from longspan.launch import world
 from longspan.layout import Mesh, resolve
 from longspan.models.adapter import Adapter
 from longspan.models.loading import load_model
-from longspan.objective import Objective, Stats, token_weights
+from longspan.models.moe import moe_shape
+from longspan.objective import MODEL_TERMS, Objective, Stats, token_weights
 
 __all__ = ["Engine"]
 
 BACKENDS: dict[str, Callable[[EngineConfig, Adapter, Mesh], Backend]] = {"fsdp": FSDPBackend}
-OUTPUTS = ("logprob", "entropy", "value")
+OUTPUTS = ("logprob", "entropy", "value", "routed_experts")
+ROUTES = "routed_experts"  # sample field [L, layers, k]: experts to replay
 
 
 class Engine:
@@ -100,7 +102,7 @@ class Engine:
         )
         batch = self._admit(samples, objective.stream_fields(samples), weights)
         plan = self._agree(batch, self.planner.plan(batch))
-        steps = self.builder.steps(batch, plan, trains=True)  # pack, shard: one micro-step at a time
+        steps = self.builder.steps(batch, plan, self._keep(objective))  # pack, shard: one micro-step at a time
         program = Train(objective, Stats(self.mesh.device), objective.stream_fields(samples))
         self.backend.run(steps, program)
         return program.stats.reduce(self.mesh.all) | self._measured("forward_backward", started, plan)
@@ -116,10 +118,12 @@ class Engine:
             raise UserError(f"outputs={unknown} are unknown. Use some of {OUTPUTS}")
         if "value" in outputs and not self.config.value_head:
             raise UserError("outputs=('value',) needs EngineConfig(value_head=True)")
+        if ROUTES in outputs and moe_shape(self.adapter.model) is None:
+            raise UserError(f"outputs=({ROUTES!r},) needs a mixture-of-experts model; {self.config.model} has no experts")
         batch = self._admit(samples, (), {})
         plan = self._agree(batch, self.planner.plan(batch))
         buffer = TokenBuffer(batch.lengths, self.mesh.device)
-        self.backend.run(self.builder.steps(batch, plan, trains=False), Forward(tuple(outputs), buffer))
+        self.backend.run(self.builder.steps(batch, plan, Keep(routes=ROUTES in outputs)), Forward(tuple(outputs), buffer))
         return buffer.collect(self.mesh.all)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -190,13 +194,27 @@ class Engine:
             raise UserError("the batch has no samples. Pass at least one")
         if objective.needs_value and not self.config.value_head:
             raise UserError(f"objective {objective.name!r} trains values: build the engine with EngineConfig(value_head=True)")
+        if (objective.moe_aux or objective.moe_z) and moe_shape(self.adapter.model) is None:
+            raise UserError(f"moe_aux and moe_z need a mixture-of-experts model; {self.config.model} has no experts")
+        if objective.mtp:
+            raise UserError(f"mtp={objective.mtp} needs a multi-token-prediction head; {self.config.model} has none")
         objective.check(samples)
         return objective
+
+    def _keep(self, objective: Objective) -> Keep:
+        return Keep(
+            attention=self.config.recompute == "selective",
+            router_logits=bool(objective.moe_aux or objective.moe_z),
+        )
 
     def _admit(self, samples: Sequence[Sample], fields: Sequence[str], weights: Mapping[str, Sequence[Tensor]]) -> Batch:
         """The checked batch as per-token tensors, weights included."""
         streams = {WEIGHT + term: values for term, values in weights.items()}
-        names = tuple(dict.fromkeys([*fields, "temperature"]))
+        for term in MODEL_TERMS:  # these weigh a sample as a whole: every token carries its sample's sum
+            if term in weights:
+                streams[WEIGHT + term] = [values.sum().expand(len(values)) for values in weights[term]]
+        replay = [ROUTES] if any(ROUTES in sample.fields for sample in samples) else []
+        names = tuple(dict.fromkeys([*fields, "temperature", *replay]))
         return make_batch(
             samples, self.adapter, weights=streams, fields=names, dtype=self.dtype, routing=self.backend.routing
         )

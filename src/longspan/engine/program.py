@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longspan.engine.backend import Head, MicroStep
 from longspan.engine.outputs import TokenBuffer
+from longspan.models.moe import router_terms
 from longspan.objective import Fields, HeadOut, Objective, Segments, Stats, TokenOut, evaluate, head_outputs
 
 __all__ = ["WEIGHT", "Forward", "Train"]
@@ -51,7 +52,22 @@ class Train:
         out = TokenOut(made.logprob, made.entropy, segments, value, made.topk_logprob)
         fields = Fields.from_streams({name: streams[name] for name in self.fields}, made.logprob.dtype)
         weights = {term.name: streams[WEIGHT + term.name] for term in objective.token_terms}
-        return evaluate(objective, out, fields=fields, weights=weights, stats=self.stats)
+        loss = evaluate(objective, out, fields=fields, weights=weights, stats=self.stats)
+        return loss + self._router_losses(step) if objective.moe_aux or objective.moe_z else loss
+
+    def _router_losses(self, step: MicroStep) -> Tensor:
+        """[] sum over samples of (summed token weight) * auxiliary loss of the sample; the weight stream repeats that sum."""
+        parts = router_terms(step.context.moe, info=step.context.info, lengths=step.shard.lengths)
+        total = torch.zeros((), dtype=torch.float64, device=parts.aux.device)
+        for name, coefficient, values in (
+            ("moe_aux", self.objective.moe_aux, parts.aux),
+            ("moe_z", self.objective.moe_z, parts.z),
+        ):
+            if coefficient:
+                weighted = step.shard.fields[WEIGHT + name] * values
+                self.stats.term(name, weighted, coefficient)
+                total = total + coefficient * weighted.sum()
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +81,8 @@ class Forward:
     def compute(self, hidden: Tensor, head: Head, value: Tensor | None, step: MicroStep) -> Tensor:
         made = head_of(hidden, head, step, entropy="entropy" in self.outputs)
         found = {"logprob": made.logprob, "entropy": made.entropy, "value": value}
+        if "routed_experts" in self.outputs:
+            found["routed_experts"] = step.context.moe.recorded().movedim(-1, 0)  # [layers, k, T] -> [T, layers, k]
         for name in self.outputs:
             values = found[name]
             assert values is not None, f"{name} was checked in Engine.forward"

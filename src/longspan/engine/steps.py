@@ -5,6 +5,7 @@ plan order, also groups of other rows (law 2).
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -13,13 +14,23 @@ from longspan.engine.backend import MicroStep
 from longspan.engine.batch import Batch
 from longspan.engine.checkpoint import agree
 from longspan.engine.config import EngineConfig
-from longspan.layout import Mesh, SeqInfo, shard
+from longspan.layout import Mesh, SeqInfo, Shard, shard
 from longspan.mixers import AttentionCache, make_mixer, make_transport
 from longspan.mixers.kernels.choose import choose_kernel
 from longspan.models.adapter import Adapter, Context
+from longspan.models.moe import MoEState
 from longspan.models.vision import MediaShard, media_shard, offset_media_rows, plan_media
 
-__all__ = ["StepBuilder"]
+__all__ = ["Keep", "StepBuilder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What a call keeps of a micro-step's layers."""
+
+    attention: bool = False  # outputs of attention, for selective recomputation
+    router_logits: bool = False  # for the auxiliary losses of mixture-of-experts layers
+    routes: bool = False  # the experts used, for outputs
 
 
 class StepBuilder:
@@ -32,7 +43,7 @@ class StepBuilder:
         self.mixer = make_mixer(mesh.layout, make_transport(mesh.all, mesh.device))
         self.kernel = choose_kernel(mesh.device, dtype, adapter.head_dim, config.kernel)
 
-    def steps(self, batch: Batch, plan: Plan, *, trains: bool) -> Iterator[MicroStep]:
+    def steps(self, batch: Batch, plan: Plan, keep: Keep) -> Iterator[MicroStep]:
         """This rank's micro-steps in order. Raises on every rank if one rank cannot read an image."""
         for number, rows in enumerate(plan.micro_steps):
             groups = {row: self.mesh.group(row.start, row.size) for row in rows}
@@ -44,7 +55,7 @@ class StepBuilder:
             yield MicroStep(
                 piece,
                 media,
-                self._context(piece.info, trains=trains),
+                self._context(piece, keep),
                 needed=stream.fields["needed"][piece.info.index],
                 segment=piece.info.segment.to(self.mesh.device, non_blocking=True),
             )
@@ -63,13 +74,15 @@ class StepBuilder:
                 plan, samples=samples, reader=self.adapter.reader, stream=stream, info=info, device=self.mesh.device
             )
 
-    def _context(self, info: SeqInfo, *, trains: bool) -> Context:
-        keep_attention = trains and self.config.recompute == "selective"
+    def _context(self, piece: Shard, keep: Keep) -> Context:
+        replay = piece.fields.get("routed_experts")
+        routers = MoEState(replay, keep_logits=keep.router_logits, keep_routes=keep.routes or keep.router_logits)
         return Context(
-            info,
+            piece.info,
             self.mixer,
-            self.mixer.prepare(info, self.mesh.device),
+            self.mixer.prepare(piece.info, self.mesh.device),
             self.kernel,
-            AttentionCache() if keep_attention else None,
-            linear=self.mesh.layout.linear,
+            AttentionCache() if keep.attention else None,
+            routers if replay is not None or keep.routes or keep.router_logits else None,
+            self.mesh.layout.linear,
         )

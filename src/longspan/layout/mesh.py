@@ -168,6 +168,12 @@ class Mesh:
         return init_device_mesh(self.device.type, (self.data_ranks,), mesh_dim_names=("fsdp",))
 
     @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """Axes "replica" and "ep" over the data ranks: ep neighbours share a set of experts. Collective at first use."""
+        shape = (self.data_ranks // self.layout.ep, self.layout.ep)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "ep"))
+
+    @cached_property
     def all(self) -> CPGroup:
         """All data ranks. Collective at first use."""
         return self._make_group(tuple(range(self.data_ranks)))

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -67,6 +69,7 @@ def _mlp(module: nn.Module, pairs: Tensor, counts: Tensor) -> Tensor:
 
 
 def _linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    weight, bias = _own(weight), None if bias is None else _own(bias)
     weight_nio = weight if module.is_transposed else weight.transpose(1, 2)
     if x.dtype in (torch.bfloat16, torch.float16):
         out = _Grouped.apply(x, weight_nio, counts)
@@ -74,6 +77,11 @@ def _linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, c
         parts = zip(x.split(counts.tolist()), weight_nio.unbind(0), strict=True)
         out = torch.cat([part @ matrix for part, matrix in parts])
     return out if bias is None else out + bias.repeat_interleave(counts, 0, output_size=len(x))
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This rank's experts of a parameter that is spread over the expert axis; a plain one is whole."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class _Grouped(torch.autograd.Function):
@@ -118,15 +126,20 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module).__name__ in EXPERT_CLASSES}
 
 
-def shard_experts(model: nn.Module, group: CPGroup) -> None:
-    """Keep this rank's experts only (dim 0 of every parameter of an expert block). Size 1 keeps all. Once, while
-    building.
+def shard_experts(model: nn.Module, group: CPGroup, mesh: DeviceMesh | None = None) -> None:
+    """Spread the experts over the ranks of `group`: each keeps its part of dim 0 of every parameter. Once, while building.
+
+    mesh: the same ranks as an axis; parameters become DTensors on it, so that gathering, checkpoints and names need nothing
+    special. Size 1 keeps all experts here.
     """
     for name, module in expert_modules(model).items():
         if module.num_experts % group.size:
-            raise UserError(f"ep={group.size} must divide the {module.num_experts} experts of {name!r}")
+            raise UserError(
+                f"ep={group.size} must divide the {module.num_experts} experts of {name!r}. Use a divisor of it"
+            )
         module.longspan_group = group
         if group.size > 1:
             for key, parameter in list(module.named_parameters(recurse=False)):
                 mine = parameter.detach().chunk(group.size)[group.rank].clone()
-                module.register_parameter(key, nn.Parameter(mine, requires_grad=parameter.requires_grad))
+                spread = mine if mesh is None else DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+                module.register_parameter(key, nn.Parameter(spread, requires_grad=parameter.requires_grad))

@@ -22,6 +22,7 @@ from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, l
 from longspan.errors import CheckpointError, UserError
 from longspan.layout import Mesh
 from longspan.models.adapter import Adapter
+from longspan.models.moe import moe_shape
 from longspan.models.lora import adapter_of, add_adapters, merge_weights, write_adapter
 
 __all__ = ["FSDPBackend"]
@@ -34,6 +35,10 @@ class FSDPBackend:
         for axis, size in (("tp", config.layout.tp), ("pp", config.layout.pp)):
             if size > 1:
                 raise UserError(f"{axis}={size} needs backend='megatron'; the fsdp backend runs dp, cp and ep")
+        if config.layout.ep > 1 and moe_shape(adapter.model) is None:
+            raise UserError(f"ep={config.layout.ep} needs a model with experts; {config.model} has none. Set ep=1")
+        if config.layout.etp > 1:
+            raise UserError(f"etp={config.layout.etp} needs backend='megatron'; the fsdp backend keeps an expert whole")
         self.mesh = mesh
         self.adapter = adapter
         compute = DTYPES[config.dtype]
@@ -46,7 +51,7 @@ class FSDPBackend:
         _recompute(adapter, config.recompute)
         if config.compile:
             _compile(adapter)
-        shard_policy(self.policy, mesh.device_mesh, compute=compute, master=self.master)
+        shard_policy(self.policy, mesh, compute=compute, master=self.master)
         self.policy.train()
         self.optimizers: dict[str | None, torch.optim.Optimizer] = {}  # one an adapter; None: everything that is in none
 

@@ -8,11 +8,12 @@ Source of the two switches: torch.distributed.fsdp FSDPModule.set_gradient_divid
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from longspan.engine.backend import Head, MicroStep, Program
+from longspan.layout import Mesh
 from longspan.models.adapter import Adapter
+from longspan.models.experts import expert_modules, shard_experts
 from longspan.models.lora import Routing
 
 __all__ = ["MODEL_PREFIX", "Policy", "public_name", "shard_policy"]
@@ -44,16 +45,23 @@ def public_name(name: str) -> str:
     return name.removeprefix(MODEL_PREFIX)
 
 
-def shard_policy(policy: Policy, mesh: DeviceMesh, *, compute: torch.dtype, master: torch.dtype) -> None:
-    """Cut every unit of the model and then the rest over the mesh, with sums as the only reduction."""
+def shard_policy(policy: Policy, mesh: Mesh, *, compute: torch.dtype, master: torch.dtype) -> None:
+    """Cut every unit of the model and then the rest over all data ranks, with sums as the only reduction.
+
+    Under ep > 1 an expert block is spread over the ep axis first and cut over the replicas of its experts only.
+    """
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute,
         reduce_dtype=None if compute == master else master,
         cast_forward_inputs=False,
     )
+    if mesh.layout.ep > 1:
+        shard_experts(policy.model, mesh.experts(), mesh.expert_mesh["ep"])
+        for experts in expert_modules(policy.model).values():
+            fully_shard(experts, mesh=mesh.expert_mesh["replica"], mp_policy=precision)
     for unit in policy.adapter.units():
-        fully_shard(unit, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(unit, mesh=mesh.device_mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh.device_mesh, mp_policy=precision)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
