@@ -218,7 +218,7 @@ FAULTS = (
         "advantage-shift", "E5 advantages one token early", (on_stream(rolled_field("advantage", -1)),), layout="dp2"
     ),
     Fault("ref-uncut", "F7 the reference log-probs miss the cut", (on_shard(same_part("ref_logprob")),)),
-    Fault("teacher-uncut", "F7 teacher ids miss the cut", (on_shard(same_part("teacher_ids")),)),
+    Fault("teacher-uncut", "F7 teacher ids miss the cut", (on_shard(same_part("teacher_ids")),), case="distill_topk"),
     Fault("temperature", "F5 the trainer ignores the sampling temperature", (on_stream(no_temperature),), layout="dp2"),
     Fault("temperature-uncut", "F7 the temperature misses the cut", (on_shard(same_part("temperature")),)),
     Fault(

@@ -17,7 +17,7 @@ def averaged(original):
         original(policy, mesh, **kwargs)
         for module in policy.modules():
             if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(float(mesh.size()))
+                module.set_gradient_divide_factor(float(mesh.data_ranks))
 
     return shard_policy
 
@@ -76,7 +76,7 @@ def stale_moments(original):
     """Moments are forgotten between steps."""
 
     def step(self, settings, adapter):
-        self.optimizer = None
+        self.optimizers.clear()
         return original(self, settings, adapter)
 
     return step
@@ -152,6 +152,7 @@ FAULTS = (
         "A2 each forward_backward clears the calls before it",
         (("longspan.engine.engine:Engine.forward_backward", clears_first),),
         layout="dp2",
+        check="calls",
     ),
     Fault(
         "metrics-local",
@@ -164,31 +165,38 @@ FAULTS = (
         "the gradient norm counts one rank's shards",
         ((f"{BACKEND}:gradient_norm", local_norm),),
         layout="dp2",
+        check="weights",
     ),
     Fault(
         "gspo-local",
         "GSPO's sequence mean over one shard",
         ((f"{PROGRAM}:Segments", local_segments),),
         layout="cp2-ring",
+        case="gspo",
     ),
     Fault(
         "weight-decay",
         "weight decay coupled into the gradient",
         ((f"{BACKEND}:make_optimizer", coupled_decay),),
         layout="dp2",
+        check="weights",
     ),
     Fault(
         "moments",
         "Adam's moments are lost between steps",
         ((f"{BACKEND}:FSDPBackend.step", stale_moments),),
         layout="dp2",
+        check="weights",
     ),
-    Fault("no-clip", "clip_norm is ignored", ((f"{BACKEND}:clip_coefficient", clip_after),), layout="dp2"),
+    Fault(
+        "no-clip", "clip_norm is ignored", ((f"{BACKEND}:clip_coefficient", clip_after),), layout="dp2", check="weights"
+    ),
     Fault(
         "output-order",
         "C7 outputs come back in the plan's order",
         (("longspan.engine.outputs:TokenBuffer.collect", plan_order),),
         layout="dp2",
+        check="logprob",
     ),
     Fault(
         "inert-skipped",
@@ -196,17 +204,20 @@ FAULTS = (
         ((f"{BACKEND}:FSDPBackend.run", skips_inert),),
         layout="dp2",
         hangs=True,
+        check="calls",
     ),
     Fault(
         "rank-drift",
         "J3 one rank's weights drift after a step",
         ((f"{BACKEND}:FSDPBackend.step", rank_drift),),
         layout="dp2",
+        check="weights",
     ),
     Fault(
         "rank-report",
         "ranks disagree in the last bits of a number",
         (("longspan.engine.engine:Engine.optim_step", rank_report),),
         layout="dp2",
+        check="weights",
     ),
 )

@@ -22,7 +22,7 @@ from longspan.launch import launch, world
 from longspan.layout import parse_layout
 from longspan.parity.cases import default_cases
 from longspan.parity.cells import Cell
-from longspan.parity.checks import Plan, Truth, check_layout
+from longspan.parity.checks import ALL_CHECKS, Plan, Truth, check_layout
 from longspan.parity.compare import Request, prepare, rank_cell
 from longspan.parity.faults import FAULTS, planted, resolve
 from longspan.parity.mutation import Fault
@@ -46,8 +46,11 @@ class Verdict:
         return sorted({cell.check for cell in self.cells if not cell.passed})
 
 
-def run(names: Iterable[str] | None = None, steps: int = 2) -> list[Verdict]:
-    """Verdicts of the named faults (None: all), each group after one run without a fault, named "none"."""
+def run(names: Iterable[str] | None = None, *, quick: bool = False, hang_s: float = HANG_S) -> list[Verdict]:
+    """Verdicts of the named faults (None: all), each group after one run without a fault, named "none".
+
+    quick: only the check and the case that each fault names.
+    """
     wanted = [FAULTS[name] for name in (FAULTS if names is None else names)]
     for fault in wanted:
         for target, _ in fault.changes:
@@ -57,14 +60,22 @@ def run(names: Iterable[str] | None = None, steps: int = 2) -> list[Verdict]:
         groups.setdefault((fault.model, fault.layout), []).append(fault)
     verdicts = []
     for (model, layout), faults in groups.items():
-        verdicts += _group(model, layout, faults, steps)
+        verdicts += _group(model, layout, faults, quick=quick, hang_s=hang_s)
     return verdicts
 
 
-def _group(model: str, layout_name: str, faults: Sequence[Fault], steps: int) -> list[Verdict]:
+def _group(model: str, layout_name: str, faults: Sequence[Fault], *, quick: bool, hang_s: float) -> list[Verdict]:
     layout = parse_layout(layout_name)
-    cases = [case for case in default_cases(value_head=True) if case.name in CASES]
-    request = Request(model=model, layouts={layout_name: layout}, cases=cases, steps=steps)
+    checks = {fault.check for fault in faults} if quick else set(ALL_CHECKS)
+    names = {fault.case for fault in faults} if quick else set(CASES)
+    cases = [case for case in default_cases(value_head=True) if case.name in names]
+    request = Request(
+        model=model,
+        layouts={layout_name: layout},
+        cases=cases,
+        checks=[check for check in ALL_CHECKS if check in checks],
+        steps=2,
+    )
     plan, truth = prepare(request, Reference(model, dtype=torch.float64, value_head=True))
     plan = replace(plan, config=replace(plan.config, layout=layout), probes=plan.probes[:1])
     with TemporaryDirectory(prefix="longspan-mutants-") as folder:
@@ -73,36 +84,41 @@ def _group(model: str, layout_name: str, faults: Sequence[Fault], steps: int) ->
         calm = [fault.name for fault in faults if not fault.hangs]
         alone = [fault.name for fault in faults if fault.hangs]
         try:
-            verdicts = _launch([None, *calm], plan, path, layout_name, GROUP_S)
+            verdicts = _launch([None, *calm], plan, path, quick=quick, timeout_s=GROUP_S)
         except LongspanError:  # one of them breaks its ranks: find out which
-            verdicts = _launch([None], plan, path, layout_name, GROUP_S)
+            verdicts = _launch([None], plan, path, quick=quick, timeout_s=GROUP_S)
             alone = [*calm, *alone]
         for name in alone:
             try:
-                verdicts += _launch([name], plan, path, layout_name, HANG_S)
+                verdicts += _launch([name], plan, path, quick=quick, timeout_s=hang_s)
             except LongspanError as error:
                 first = str(error).strip().splitlines()[-1]
                 verdicts.append(Verdict(name, (Cell(layout_name, "run", "", float("inf"), 0.0, first),)))
     return verdicts
 
 
-def _launch(names: list[str | None], plan: Plan, path: Path, layout: str, timeout_s: float) -> list[Verdict]:
-    results = launch(_in_rank, names, plan, path, layout, ranks=plan.config.layout.ranks, timeout_s=timeout_s)
+def _launch(names: list[str | None], plan: Plan, path: Path, *, quick: bool, timeout_s: float) -> list[Verdict]:
+    layout = plan.config.layout
+    results = launch(_in_rank, names, plan, path, quick, ranks=layout.ranks, timeout_s=timeout_s)
     verdicts = []
     for number, name in enumerate(names):
         cells, _ = results[0][number]
-        ranks = rank_cell(layout, [result[number][1] for result in results])
+        ranks = rank_cell(layout.name, [result[number][1] for result in results])
         verdicts.append(Verdict(name or "none", (*cells, ranks)))
     return verdicts
 
 
-def _in_rank(names: list[str | None], plan: Plan, path: Path, layout: str) -> list[tuple[list[Cell], str]]:
+def _in_rank(names: list[str | None], plan: Plan, path: Path, quick: bool) -> list[tuple[list[Cell], str]]:
     compares = world().rank == 0
     truth = torch.load(path, weights_only=False) if compares else Truth.empty()
     out = []
     for name in names:
+        own = plan
+        if quick and name is not None:
+            fault = FAULTS[name]
+            own = replace(plan, checks=[fault.check], cases=[case for case in plan.cases if case.name == fault.case])
         with planted(name):
-            findings = check_layout(layout, plan, truth, compares=compares)
+            findings = check_layout(plan.config.layout.name, own, truth, compares=compares)
         out.append((findings.cells, findings.digest.hexdigest()))
     return out
 
@@ -113,6 +129,8 @@ class Options:
 
     only: str | None = None
     """Comma-separated names; all by default."""
+    quick: bool = False
+    """Only the check and the case that each fault names."""
     json: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the table to this file."""
 
@@ -121,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 0 when every fault is caught and nothing is found without one."""
     options = tyro.cli(Options, args=arguments, prog="python -m longspan.parity.mutants", description=__doc__)
     started = time.monotonic()
-    verdicts = run(None if options.only is None else options.only.split(","))
+    torch.set_num_threads(1)  # tiny models: threads only get into each other's way
+    verdicts = run(None if options.only is None else options.only.split(","), quick=options.quick)
     table = Table(title="planted faults and the checks that caught them")
     for column in ("fault", "caught by", "what"):
         table.add_column(column)

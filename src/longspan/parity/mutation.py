@@ -17,3 +17,5 @@ class Fault:
     model: str = "tiny:qwen3"
     layout: str = "cp2-ring"
     hangs: bool = False  # ranks may wait for each other for ever: run it alone, with a time limit
+    check: str = "gradient"  # the cheapest check that catches it ("gradient" also compares metrics)
+    case: str = "together"  # the case in which it does
