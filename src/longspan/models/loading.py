@@ -1,4 +1,4 @@
-"""From a name to an adapter: "tiny:<family>", a local Hugging Face folder, or a hub id.
+"""From a name to an adapter: "tiny:<family>", a local Hugging Face folder, a hub id, or a GGUF file (or its folder).
 
 Architectures outside FAMILIES, unknown layers and settings that depend on the layout are refused by name before the
 engine sees the model. Weights of "tiny:" models come from the seed alone, so every process draws the same ones.
@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longspan.errors import UserError
 from longspan.layout.mesh import CPGroup
@@ -53,8 +54,9 @@ def load_model(
     family = family_of(config)
     if name_or_path.startswith("tiny:"):
         return adapt(build_random(config, dtype, seed), None), None
-    model = auto_class(family).from_pretrained(name_or_path, config=config, dtype=dtype, attn_implementation=DECODER)
-    adapter = adapt(model, name_or_path)
+    folder, more = locate(name_or_path)
+    model = auto_class(family).from_pretrained(folder, config=config, dtype=dtype, attn_implementation=DECODER, **more)
+    adapter = adapt(model, folder)
     adapter.tokenizer = read_tokenizer(name_or_path)
     return adapter, adapter.tokenizer
 
@@ -95,8 +97,9 @@ def adapt(model: PreTrainedModel, folder: str | None) -> Adapter:
 def read_config(name_or_path: str) -> PretrainedConfig:
     if name_or_path.startswith("tiny:"):
         return tiny(name_or_path.removeprefix("tiny:"))
+    folder, more = locate(name_or_path)
     try:
-        return AutoConfig.from_pretrained(name_or_path)
+        return AutoConfig.from_pretrained(folder, **more)
     except (OSError, ValueError) as error:
         raise UserError(
             f"model {name_or_path!r} has no readable config ({error}). Give 'tiny:<family>', a folder with config.json "
@@ -105,7 +108,8 @@ def read_config(name_or_path: str) -> PretrainedConfig:
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    names = config.architectures or [config.model_type]
+    # A GGUF file names no architecture, only the kind of model.
+    names = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
     if names[0] not in FAMILIES:
         raise unknown_architecture(names[0], FAMILIES)
     return FAMILIES[names[0]]
@@ -122,7 +126,17 @@ def media_of(config: PretrainedConfig, name_or_path: str) -> tuple[MediaReader |
 
 
 def read_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase | None:
-    folder = Path(name_or_path)
-    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+    name, more = locate(name_or_path)
+    folder = Path(name)
+    if not more and folder.is_dir() and not any((folder / file).exists() for file in TOKENIZER_FILES):
         return None
-    return AutoTokenizer.from_pretrained(name_or_path)
+    return AutoTokenizer.from_pretrained(name, **more)
+
+
+def locate(name_or_path: str) -> tuple[str, dict[str, str]]:
+    """Folder or hub id, and the GGUF file in it where that is what holds the model."""
+    path = Path(name_or_path)
+    if path.suffix == ".gguf":
+        return str(path.parent), {"gguf_file": path.name}
+    files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").exists() else []
+    return name_or_path, {"gguf_file": files[0].name} if len(files) == 1 else {}
