@@ -81,6 +81,10 @@ def test_progress_line_holds_the_promised_numbers():
     with Progress("grpo", 2, console=Console(file=stream, width=200)) as progress:
         progress.show(1, numbers)
     assert "grpo 1/2" in stream.getvalue()
+    terminal = io.StringIO()
+    with Progress("grpo", 2, console=Console(file=terminal, width=100, force_terminal=True)) as progress:
+        progress.show(1, numbers)
+    assert "1/2" in terminal.getvalue() and "reward 0.500" in terminal.getvalue()
     silent = io.StringIO()
     with Progress("grpo", 2, enabled=False, console=Console(file=silent)) as progress:
         progress.show(1, numbers)

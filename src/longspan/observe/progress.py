@@ -7,9 +7,11 @@ nothing is lost to carriage returns.
 from collections.abc import Mapping
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 __all__ = ["Progress", "headline"]
 
@@ -17,43 +19,41 @@ GAP = ("mean", "p99", "p99.9", "max", "share>0.5")
 
 
 class Progress:
-    """`with Progress("grpo", 100) as progress: progress.show(step, numbers)`; `enabled=False` shows nothing (other
-    ranks)."""
+    """`with Progress("grpo", 100) as progress: progress.show(step, numbers)`; enabled=False is silent (other ranks)."""
 
     def __init__(self, stage: str, total: int, *, enabled: bool = True, console: Console | None = None) -> None:
         self.stage, self.total, self.enabled = stage, total, enabled
         self.console = console or Console()
         self.live = enabled and self.console.is_terminal
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.bar = Bar(*columns, TextColumn("{task.fields[numbers]}"), console=self.console, disable=not self.live)
+        columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn())
+        self.bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
+        self.task = self.bar.add_task(stage, total=total)
+        self.view = Live(self.bar, console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> "Progress":
-        self.bar.start()
-        self.task = self.bar.add_task(self.stage, total=self.total, numbers="")
+        if self.live:
+            self.view.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        if self.live:
+            self.view.stop()
 
     def show(self, step: int, numbers: Mapping[str, float]) -> None:
         """Show step `step` (counted from 1) and its numbers."""
         text = headline(numbers)
-        self.bar.update(self.task, completed=step, numbers=text)
-        if self.enabled and not self.live:
-            self.console.print(f"{self.stage} {step}/{self.total}  {text}", highlight=False, soft_wrap=True)
+        self.bar.update(self.task, completed=step)
+        if self.live:
+            self.view.update(Group(self.bar, Text(text)))
+        elif self.enabled:
+            self.say(f"{self.stage} {step}/{self.total}  {text}")
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """A line of its own, above the bar."""
         if self.enabled:
-            self.bar.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def headline(numbers: Mapping[str, float]) -> str:

@@ -68,14 +68,21 @@ def main(arguments: Sequence[str], certificate: Certificate | None = None) -> in
     """Entry of `longspan train`; returns the exit status. certificate: parity's, given by the command line (rl and
     parity stand side by side and import nothing of each other)."""
     parser = argparse.ArgumentParser(
-        prog="longspan train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="longspan train",
+        description=f"{__doc__}\n`longspan train RECIPE --help` lists the recipe's settings.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="FILE.py or FILE.py:FUNCTION")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="FILE.py or FILE.py:FUNCTION")
     parser.add_argument(
         "--certify", action="store_true", help="write certificate.json: parity of this model and layout"
     )
     parser.add_argument("--json", metavar="FILE", help="write the last numbers of every stage to FILE")
     options, overrides = parser.parse_known_args(arguments)
+    if options.recipe is None:
+        parser.print_help()
+        return 0 if {"-h", "--help"} & set(overrides) else 2
     try:
         if options.certify and certificate is None:
             raise UserError("--certify needs the parity checks: run it through `longspan train`")
@@ -85,7 +92,9 @@ def main(arguments: Sequence[str], certificate: Certificate | None = None) -> in
         return 2 if isinstance(error, UserError) else 1
     if options.json and world_rank() == 0:
         Path(options.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return STOPPED if results["stopped"] else 0
+    if results["stopped"]:
+        return STOPPED
+    return 0 if results.get("certified", True) else 1
 
 
 def train(recipe: str, overrides: Sequence[str] = (), *, certificate: Certificate | None = None) -> dict[str, Any]:
@@ -126,11 +135,13 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
     run.begin(description)
     job.train(engine, run)
     run.finish()
+    results: dict[str, Any] = {"stopped": run.stopped, "folder": str(folder)}
     if certificate is not None and not run.stopped:
         proof = certificate(engine_config)
+        results["certified"] = proof["passed"]
         if here.rank == 0:
             (folder / "certificate.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
-    results: dict[str, Any] = {"stopped": run.stopped, "folder": str(folder)}
+            print(f"certificate: parity {'holds' if proof['passed'] else 'MISSED, see certificate.json'}", flush=True)
     if here.rank == 0:
         print(f"report: {write_report(folder)}", flush=True)
         results |= {row["stage"]: row for row in read_jsonl(folder / "metrics.jsonl")}
