@@ -30,11 +30,15 @@ def causal_convolution(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
     return out
 
 
-def with_halo(x: Tensor, width: int, group: CPGroup, *, crossed: bool) -> Tensor:
-    """x [T_local, C] -> [width - 1 + T_local, C]. crossed: some document spans ranks; else the halo is zeros."""
+def with_halo(x: Tensor, width: int, group: CPGroup, *, crossed: bool, tail: int = 0) -> Tensor:
+    """x [T_local, C] -> [width - 1 + T_local + tail, C]: its halo in front, `tail` rows of zeros behind.
+
+    crossed: some document spans ranks; if none does, nothing is exchanged and the halo is zeros.
+    """
+    behind = x.new_zeros(tail, x.shape[1])
     if not crossed:
-        return torch.cat([x.new_zeros(width - 1, x.shape[1]), x])
+        return torch.cat([x.new_zeros(width - 1, x.shape[1]), x, behind])
     kept = min(width - 1, x.shape[0])  # all ranks hold the same number of tokens
     tails = all_gather(x[x.shape[0] - kept :], group)  # [kept, C] -> [size * kept, C]
     known = torch.cat([x.new_zeros(width - 1, x.shape[1]), tails])  # zeros before the row's first token
-    return torch.cat([known[group.rank * kept : group.rank * kept + width - 1], x])
+    return torch.cat([known[group.rank * kept : group.rank * kept + width - 1], x, behind])

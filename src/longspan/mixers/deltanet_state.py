@@ -37,6 +37,10 @@ class DeltaForward(Protocol):
         """initial [n, H, D_k, D_v], None: zeros -> [T, H, D_v]."""
         ...
 
+    def kept(self) -> tuple[Tensor, ...]:
+        """What the backward pass gets back."""
+        ...
+
 
 class DeltaBackward(Protocol):
     """One backward pass, likewise."""
@@ -53,8 +57,11 @@ class DeltaBackward(Protocol):
 class DeltaKernel(Protocol):
     """Convolution and gated delta rule of one rank's pieces on one device; made once per micro-step.
 
-    inputs: q, k [T, H_k, D_k] unit vectors; v [T, H, D_v]; g, beta [T, H].
+    inputs: q, k [T, H_k, D_k] unit vectors; v [T, H, D_v]; g, beta [T, H]. T counts `tail` inert tokens at the end,
+    which belong to no piece: kernels that compile for each length want few different ones.
     """
+
+    tail: int
 
     def unit(self, x: Tensor) -> Tensor:
         """x [T, H, D] / sqrt(|x|^2 + 1e-6), in the dtype that `forward` wants for q and k; differentiable."""
@@ -66,19 +73,21 @@ class DeltaKernel(Protocol):
 
     def forward(self, inputs: Sequence[Tensor]) -> DeltaForward: ...
 
-    def backward(self, gradient: Tensor, inputs: Sequence[Tensor], initial: Tensor | None) -> DeltaBackward: ...
+    def backward(
+        self, gradient: Tensor, inputs: Sequence[Tensor], initial: Tensor | None, kept: Sequence[Tensor]
+    ) -> DeltaBackward: ...
 
 
 class DeltaSaved:
-    """What one layer's rule keeps between its first forward and its recomputation: outputs, states, transitions."""
+    """What one layer's rule keeps between its first forward and its recomputation: outputs, states and the rest."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        self._kept: tuple[Tensor, ...] | None = None
 
-    def put(self, kept: tuple[Tensor, Tensor, Tensor]) -> None:
+    def put(self, kept: tuple[Tensor, ...]) -> None:
         self._kept = kept
 
-    def take(self) -> tuple[Tensor, Tensor, Tensor] | None:
+    def take(self) -> tuple[Tensor, ...] | None:
         """Handed over once; None on a first forward."""
         kept, self._kept = self._kept, None
         return kept
@@ -117,7 +126,8 @@ class _StatePassing(torch.autograd.Function):
             states, transitions = _incoming(work, pieces, setup.group, inputs)
             out = work.outputs(_spread(states, pieces.targets, pieces.num))
             none = out.new_empty(0)
-            kept = (out, none if states is None else states, none if transitions is None else transitions)
+            few = (none if x is None else x for x in (states, transitions))
+            kept = (out, *few, *work.kept())
             if setup.saved is not None:
                 setup.saved.put((out.detach(), *kept[1:]))
         ctx.setup = setup
@@ -127,9 +137,10 @@ class _StatePassing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pieces, group = ctx.setup.pieces, ctx.setup.group
-        *inputs, states, transitions = ctx.saved_tensors
+        saved = ctx.saved_tensors  # read once: under checkpointing a second read is an error
+        *inputs, states, transitions = saved[:7]
         initial = _spread(states if states.numel() else None, pieces.targets, pieces.num)
-        work = ctx.setup.kernel.backward(gradients[0], inputs, initial)
+        work = ctx.setup.kernel.backward(gradients[0], inputs, initial, saved[7:])
         final = _returning(work, pieces, group, transitions if transitions.numel() else None, inputs)
         return None, *work.gradients(_spread(final, pieces.sources, pieces.num))
 

@@ -22,6 +22,8 @@ EPSILON = 1e-6  # transformers' and fla's
 class TorchDeltaKernel:
     """One rank's pieces."""
 
+    tail = 0
+
     def __init__(self, pieces: Pieces, device: torch.device) -> None:
         self.num = pieces.num
         self.position = pieces.positions.to(device)
@@ -37,7 +39,9 @@ class TorchDeltaKernel:
     def forward(self, inputs: Sequence[Tensor]) -> "_Forward":
         return _Forward(self, inputs)
 
-    def backward(self, gradient: Tensor, inputs: Sequence[Tensor], initial: Tensor | None) -> "_Backward":
+    def backward(
+        self, gradient: Tensor, inputs: Sequence[Tensor], initial: Tensor | None, kept: Sequence[Tensor]
+    ) -> "_Backward":
         return _Backward(self, gradient, inputs, initial)
 
     def zeros(self, k: Tensor, v: Tensor) -> Tensor:
@@ -59,6 +63,9 @@ class _Forward:
         _, k, v, *_ = self.inputs
         start = self.kernel.zeros(k, v) if initial is None else initial
         return scan(self.intra, self.kernel.plan, start)[0].to(v.dtype)
+
+    def kept(self) -> tuple[Tensor, ...]:
+        return ()
 
 
 class _Backward:

@@ -120,8 +120,6 @@ def gated_delta(
     """[T_local, H, D_v]. Collective on the row's group. layer: its number in the model."""
     if prepared.how == "heads":
         return _by_heads(mixed, b, a, weights, shape=shape, prepared=prepared, layer=layer)
-    width = weights.conv.shape[1]
-    mixed = with_halo(mixed, width, prepared.group, crossed=prepared.pieces.exchanged)
     return _layer(mixed, b, a, weights, shape=shape, prepared=prepared, layer=layer)
 
 
@@ -145,7 +143,6 @@ def _by_heads(
     # [T/N, N, c] -> [N, T/N, c] -> [T, c]: block j goes to rank j, blocks arrive in token order
     whole = all_to_all(sent.transpose(0, 1).reshape(size * tokens, -1), group)
     mixed, b, a = whole.split([sum(own.channels), own.value_heads, own.value_heads], 1)
-    mixed = functional.pad(mixed, (0, 0, weights.conv.shape[1] - 1, 0))
     heads = slice(group.rank * own.value_heads, (group.rank + 1) * own.value_heads)
     conv = _shares(weights.conv.t(), size, shape)[:, group.rank].t()
     mine = DeltaWeights(conv, weights.log_decay[heads], weights.step_bias[heads])
@@ -176,8 +173,12 @@ def _layer(
     prepared: LinearPrepared,
     layer: int,
 ) -> Tensor:
-    """mixed [K - 1 + T, C] with its halo; b, a [T, H] -> [T, H, D_v]."""
-    kernel, tokens = prepared.kernel, b.shape[0]
+    """mixed [T, C], b, a [T, H] -> [T, H, D_v]. The kernel's tail of inert tokens is added and taken off here."""
+    kernel, pieces = prepared.kernel, prepared.pieces
+    group = CPGroup.alone() if prepared.how == "heads" else prepared.group
+    mixed = with_halo(mixed, weights.conv.shape[1], group, crossed=pieces.exchanged, tail=kernel.tail)
+    b, a = (functional.pad(x, (0, 0, 0, kernel.tail)) for x in (b, a))
+    tokens = b.shape[0]
     q, k, v = kernel.convolve(mixed, weights.conv).split(shape.channels, 1)
     wide = accumulator(mixed.dtype)  # f32 as transformers does: exp(A_log) overflows f16
     g = -weights.log_decay.to(wide).exp() * functional.softplus(a.to(wide) + weights.step_bias)
@@ -188,5 +189,5 @@ def _layer(
         g,
         b.sigmoid(),
     )
-    group = CPGroup.alone() if prepared.how == "heads" else prepared.group
-    return delta_rule(inputs, pieces=prepared.pieces, group=group, kernel=kernel, saved=prepared.slot(layer))
+    out = delta_rule(inputs, pieces=pieces, group=group, kernel=kernel, saved=prepared.slot(layer))
+    return out[: tokens - kernel.tail]
