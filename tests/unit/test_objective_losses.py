@@ -420,6 +420,7 @@ def test_objectives_travel_and_compare():
         "ppo", "kl", "entropy", "value", "moe_aux", "moe_z", "mtp",
     ]  # fmt: skip
     assert Objective("ppo", value=0.1, value_clip=0.2).fields == ("advantage", "old_logprob", "return", "old_value")
+    assert Objective("value", value_clip=0.2).options == Objective("value", clip=0.2).options
     assert Objective("ppo", entropy=0.1).needs_entropy and not Objective("ppo").needs_entropy
     assert Objective("value").needs_value and Objective("distill_topk").needs_topk
     fields = copy.deepcopy(Fields({"advantage": torch.ones(2)}))
