@@ -6,6 +6,7 @@ so that every rank makes the same plan by itself.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,11 +46,21 @@ def make_plan(
     if len(lengths) == 0:
         raise UserError("the batch is empty: 0 samples to plan. Skip the call when a batch has none.")
     _check_fit(lengths, limits)
+    if limits.sizes is not None:
+        limits = replace(limits, sizes=few_sizes(limits.sizes))
     sizes = limits.all_sizes
     times = [_times(lengths, size, cost or default_cost) for size in sizes]
     weights = [[padded_length(length, size, limits.index) for length in lengths] for size in sizes]
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
     return schedule(Problem(limits, order, weights, times, step_cost))
+
+
+def few_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of many CP sizes the small ones, 2^k, 3 * 2^k and the largest: what lies between gains little and costs
+    groups."""
+    return tuple(
+        c for c in sizes if c <= 4 or c == max(sizes) or c & (c - 1) == 0 or (c % 3 == 0 and c // 3 & (c // 3 - 1) == 0)
+    )
 
 
 def _times(lengths: Sequence[int], size: int, cost: Cost) -> list[float]:

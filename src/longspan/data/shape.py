@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from longspan.errors import UserError
 
+NORMED = ("qwen3", "olmo", "gemma3", "glm4")  # model types with RMSNorm on q and k
 Config = Mapping[str, object]  # PretrainedConfig.to_dict()
 
 
@@ -39,6 +40,7 @@ class ModelShape:
     linear_key_heads: int = 0
     linear_value_heads: int = 0
     linear_head_dim: int = 0
+    normed_queries: bool = True  # RMSNorm on q and k, as Qwen3 has
     gated_attention: bool = False  # a query projection of twice the width
     experts: int = 0
     experts_per_token: int = 0
@@ -128,6 +130,7 @@ class ModelShape:
             linear_key_heads=_number(text, "linear_num_key_heads", 0),
             linear_value_heads=_number(text, "linear_num_value_heads", 0),
             linear_head_dim=_number(text, "linear_value_head_dim", 0),
+            normed_queries=str(text.get("model_type", "qwen3")).startswith(NORMED),
             gated_attention=bool(text.get("attn_output_gate", False)),
             experts=experts,
             experts_per_token=_number(text, "num_experts_per_tok", 0) if experts else 0,
