@@ -16,7 +16,7 @@ later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,21 @@ class MoEShape:
     top_k: int
 
 
-@dataclass(slots=True)
 class MoEState:
-    """What the routers of one micro-step keep or are told. The engine makes one and puts it into `Context.moe`."""
+    """What the routers of one micro-step keep or are told. The engine makes one and puts it into `Context.moe`.
 
-    replay: Tensor | None = None  # [layers, k, T_local] int64: experts to use instead of the router's own
-    keep_logits: bool = False  # for the auxiliary losses
-    keep_routes: bool = False  # for outputs
-    logits: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T_local, E], with graph
-    routes: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T_local, k] int64
+    Not a dataclass: FSDP2 (torch 2.13) rebuilds the dataclasses among a layer's inputs that hold tensors with gradients, and
+    the layers after the first would then record into copies.
+    """
+
+    __slots__ = ("keep_logits", "keep_routes", "logits", "replay", "routes")
+
+    def __init__(self, replay: Tensor | None = None, keep_logits: bool = False, keep_routes: bool = False) -> None:
+        self.replay = replay  # [layers, k, T_local] int64: experts to use instead of the router's own
+        self.keep_logits = keep_logits  # for the auxiliary losses
+        self.keep_routes = keep_routes  # for outputs
+        self.logits: dict[int, Tensor] = {}  # layer -> [T_local, E], with graph
+        self.routes: dict[int, Tensor] = {}  # layer -> [T_local, k] int64
 
     def recorded(self) -> Tensor:
         """[layers, k, T_local] int64: the experts used."""
