@@ -1,0 +1,236 @@
+"""`longspan plan`: which layout to use for a model, GPUs and lengths, what it costs, and what the others would cost."""
+
+import base64
+import html
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from longspan.data.jsonl import read_jsonl
+from longspan.data.machine import Machine
+from longspan.data.shape import ModelShape
+from longspan.engine.advice import Candidate, Request, advise, bound_s, cost_of, memory_of
+from longspan.errors import UserError
+from longspan.models.loading import read_config
+
+__all__ = ["PlanOptions", "main", "parse_lengths"]
+
+SPREAD = 64  # samples drawn for a "mean/max" request
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Choose a layout, a token budget and a recomputation policy; exit status 0, or 2 where nothing fits."""
+
+    model: str
+    """"tiny:<family>", a local Hugging Face folder (a config.json is enough), or a hub id."""
+    lengths: str | None = None
+    """Tokens a sample: "2000x63,65536" (63 of 2,000 and one of 65,536), or "mean/max" such as "4000/64000"."""
+    samples: str | None = None
+    """JSONL file of samples; their lengths are used."""
+    histogram: str | None = None
+    """JSON file {length: count}."""
+    gpus: int | None = None
+    """Number of GPUs; by default this machine's."""
+    gpu_memory_gib: float | None = None
+    """Memory of one GPU; by default the machine's."""
+    machine: str = "h200"
+    """Machine constants: a shipped name, or a JSON file from `longspan bench --calibrate`."""
+    picture: str | None = None
+    """Write the schedule (ranks x time, one colour a sample) to this .png or .html file."""
+    json: str | None = None
+    """Write makespan_s, lower_bound_s, peak_memory_gib, layout, micro_steps and the alternatives to this file."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry of the command."""
+    options = tyro.cli(PlanOptions, args=list(arguments), prog="longspan plan")
+    machine = Machine.load(options.machine)
+    config = read_config(options.model).to_dict()
+    shape = ModelShape.from_config(config)
+    request = Request(
+        shape,
+        _lengths(options),
+        options.gpus if options.gpus is not None else max(1, torch.cuda.device_count()),
+        options.gpu_memory_gib if options.gpu_memory_gib is not None else machine.memory_gib,
+        machine,
+        recurrent=shape.linear_layers > 0,
+    )
+    if request.gpus < 1 or request.memory_gib <= 0:
+        raise UserError(f"gpus={request.gpus} and gpu_memory_gib={request.memory_gib:g} must be above 0")
+    found = advise(request)
+    _print(request, found)
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(_report(request, found), indent=2))
+    if options.picture is not None:
+        _draw(request, found, Path(options.picture))
+    return 0
+
+
+def _lengths(options: PlanOptions) -> tuple[int, ...]:
+    given = [name for name in ("lengths", "samples", "histogram") if vars(options)[name] is not None]
+    if len(given) != 1:
+        raise UserError(f"give exactly one of --lengths, --samples, --histogram; got {given or 'none'}")
+    if options.samples is not None:
+        return tuple(len(sample.input_ids) for sample in read_jsonl(options.samples))
+    if options.histogram is not None:
+        counts = json.loads(Path(options.histogram).read_text())
+        return tuple(int(length) for length, count in counts.items() for _ in range(int(count)))
+    return parse_lengths(options.lengths or "")
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """"2000x63,65536" -> 63 times 2000 and one 65536. "mean/max" -> 64 lengths of a long-tailed (exponential) spread."""
+    if "/" in text:
+        mean, largest = (_positive(part, text) for part in text.split("/", 1))
+        if mean > largest:
+            raise UserError(f"--lengths {text!r}: the mean {mean} is above the maximum {largest}")
+        drawn = [min(largest, max(1, round(-mean * math.log(1 - (i + 0.5) / SPREAD)))) for i in range(SPREAD - 1)]
+        return (*drawn, largest)
+    found: list[int] = []
+    for part in text.split(","):
+        length, _, count = part.partition("x")
+        found += [_positive(length, text)] * (_positive(count, text) if count else 1)
+    return tuple(found)
+
+
+def _positive(word: str, text: str) -> int:
+    if not word.strip().isdigit() or int(word) < 1:
+        raise UserError(f"--lengths {text!r}: {word!r} is not a positive number. Write for example 2000x63,65536 or 4000/64000")
+    return int(word)
+
+
+def _report(request: Request, found: Sequence[Candidate]) -> dict[str, Any]:
+    best = found[0]
+    cost = cost_of(request, best.layout, best.recompute)
+    assert best.plan is not None, "advise raises where nothing fits"
+    steps = [
+        [
+            {
+                "samples": list(row.samples),
+                "start": row.start,
+                "size": row.size,
+                "seconds": sum(cost(request.lengths[i], row.size) for i in row.samples),
+            }
+            for row in rows
+        ]
+        for rows in best.plan.micro_steps
+    ]
+    busy = sum(row["seconds"] * row["size"] for rows in steps for row in rows)
+    return {
+        "makespan_s": best.makespan_s,
+        "lower_bound_s": bound_s(request, best),
+        "peak_memory_gib": best.peak_gib,
+        "idle_share": 1.0 - busy / (best.makespan_s * request.gpus),
+        "layout": best.layout.name,
+        "dynamic_cp": best.dynamic,
+        "max_tokens_per_rank": best.budget,
+        "recompute": best.recompute,
+        "offload": list(best.offload),
+        "cp_sizes": {str(size): count for size, count in sorted(_sizes(best).items())},
+        "bottleneck": _bottleneck(request, best),
+        "micro_steps": steps,
+        "alternatives": [
+            {"name": c.name, "makespan_s": None if c.plan is None else c.makespan_s, "peak_memory_gib": c.peak_gib, "reason": c.reason}
+            for c in found[1:]
+        ],
+    }
+
+
+def _sizes(candidate: Candidate) -> dict[int, int]:
+    """CP size -> number of samples that run at it."""
+    sizes: dict[int, int] = {}
+    for rows in candidate.plan.micro_steps if candidate.plan else ():
+        for row in rows:
+            if row.samples:
+                sizes[row.size] = sizes.get(row.size, 0) + len(row.samples)
+    return sizes
+
+
+def _bottleneck(request: Request, candidate: Candidate) -> str:
+    """The largest part of the time and of the memory: what to look at next."""
+    cost = cost_of(request, candidate.layout, candidate.recompute)
+    totals: dict[str, float] = {}
+    for rows in candidate.plan.micro_steps if candidate.plan else ():
+        for row in rows:
+            for i in row.samples:
+                for name, seconds in cost.parts(torch.tensor([float(request.lengths[i])]).double().numpy(), row.size).items():
+                    totals[name] = totals.get(name, 0.0) + float(seconds[0])
+    memory = memory_of(request, candidate.recompute, candidate.offload).parts(candidate.budget, candidate.layout.cp)
+    return f"time: {max(totals, key=totals.__getitem__)}; memory: {max(memory, key=memory.__getitem__)}"
+
+
+def _print(request: Request, found: Sequence[Candidate]) -> None:
+    console, best, report = Console(), found[0], _report(request, found)
+    table = Table(title=f"{len(request.lengths)} samples, {sum(request.lengths):,} tokens, {request.gpus} GPUs of {request.memory_gib:g} GiB")
+    for column in ("layout", "recompute", "budget", "micro-steps", "predicted s", "against best", "peak GiB"):
+        table.add_column(column)
+    for candidate in found[:8]:
+        if candidate.plan is None:
+            continue
+        table.add_row(
+            candidate.layout.name + (" dynamic" if candidate.dynamic else ""),
+            " ".join([candidate.recompute, *candidate.offload]),
+            f"{candidate.budget:,}",
+            str(len(candidate.plan.micro_steps)),
+            f"{candidate.makespan_s:.4g}",
+            f"{candidate.makespan_s / best.makespan_s:.2f}x",
+            f"{candidate.peak_gib:.1f}",
+        )
+    console.print(table)
+    sizes = ", ".join(f"cp {size}: {count}" for size, count in report["cp_sizes"].items())
+    console.print(f"chosen: {best.name}, {best.budget:,} tokens a rank. Samples by CP size: {sizes}.")
+    console.print(
+        f"predicted {best.makespan_s:.4g} s, lower bound {report['lower_bound_s']:.4g} s, idle {report['idle_share']:.1%}, "
+        f"peak {best.peak_gib:.1f} GiB. Next bottleneck: {report['bottleneck']}."
+    )
+    for candidate in found:
+        if candidate.plan is None:
+            console.print(f"cannot run: {candidate.name}: {candidate.reason}", highlight=False)
+            break
+
+
+def _draw(request: Request, found: Sequence[Candidate], path: Path) -> None:
+    if path.suffix not in (".png", ".html"):
+        raise UserError(f"--picture {path} must end in .png or .html")
+    steps = _report(request, found)["micro_steps"]
+    figure = Figure(figsize=(10, 1 + 0.4 * request.gpus))
+    FigureCanvasAgg(figure)
+    axes, start = figure.subplots(), 0.0
+    cost = cost_of(request, found[0].layout, found[0].recompute)
+    for rows in steps:
+        for row in rows:
+            left = start
+            for i in row["samples"]:
+                width = cost(request.lengths[i], row["size"])
+                axes.barh(
+                    row["start"] + row["size"] / 2 - 0.5, width, height=row["size"] * 0.95, left=left, color=f"C{i % 10}", edgecolor="white"
+                )
+                left += width
+        start += max(row["seconds"] for row in rows)
+        axes.axvline(start, color="black", linewidth=0.5)
+    axes.set(xlabel="seconds (predicted)", ylabel="rank", yticks=range(request.gpus), title=found[0].name)
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=120, bbox_inches="tight")
+    if path.suffix == ".png":
+        path.write_bytes(image.getvalue())
+    else:
+        body = html.escape(json.dumps(_report(request, found), indent=2)[:20000])
+        picture = base64.b64encode(image.getvalue()).decode()
+        path.write_text(f"<h1>{html.escape(found[0].name)}</h1><img src='data:image/png;base64,{picture}'><pre>{body}</pre>")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
