@@ -50,6 +50,14 @@ class Program(Protocol):
         """hidden [T_local, E], value [T_local] or None -> scalar to differentiate (already weighted: only sums follow)."""
         ...
 
+    def found(self) -> object:
+        """What `compute` collected on this rank, to be saved with torch.save. Pipelines: only the last stage computes."""
+        ...
+
+    def adopt(self, found: object) -> None:
+        """Take over what another rank `found`."""
+        ...
+
 
 class Backend(Protocol):
     """Owner of parameters. Every method is collective: all ranks call it in the same order."""

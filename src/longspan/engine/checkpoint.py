@@ -41,18 +41,18 @@ def publish(path: Path, mesh: Mesh, write: Callable[[Path], None]) -> None:
     """
     temporary = path.with_name(path.name + ".saving")
     with agree(mesh, f"saving {path}"):
-        if mesh.data_rank == 0:
+        if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     try:
         with agree(mesh, f"saving {path}"):
             write(temporary)
         with agree(mesh, f"saving {path}"):
-            if mesh.data_rank == 0:
+            if mesh.rank == 0:
                 _write_manifest(temporary)
                 _swap(temporary, path)
     except LongspanError:
-        if mesh.data_rank == 0:
+        if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 

@@ -6,6 +6,8 @@ Every rank builds the same engine and passes the same samples; every rank gets t
 weights and plans; the backend knows parameters; the layout decides where tokens live and changes no number.
 """
 
+import importlib.util
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -23,7 +25,7 @@ from longspan.engine.fsdp.backend import FSDPBackend
 from longspan.engine.memory import peak_gib, reset_peak
 from longspan.engine.optim import SGD, AdamW
 from longspan.engine.outputs import Outputs, TokenBuffer
-from longspan.engine.planning import Planner
+from longspan.engine.planning import Planner, heads_per_rank
 from longspan.engine.program import WEIGHT, Forward, Train
 from longspan.engine.steps import Keep, StepBuilder
 from longspan.errors import RankError, UserError
@@ -36,7 +38,19 @@ from longspan.objective import MODEL_TERMS, Objective, Stats, token_weights
 
 __all__ = ["Engine"]
 
-BACKENDS: dict[str, Callable[[EngineConfig, Adapter, Mesh], Backend]] = {"fsdp": FSDPBackend}
+
+def _megatron(config: EngineConfig, adapter: Adapter, mesh: Mesh) -> Backend:
+    """The megatron backend, imported when asked for: megatron-core is an extra, and importing it takes 7 s."""
+    if importlib.util.find_spec("megatron") is None:
+        raise UserError("backend='megatron' needs megatron-core==0.19.2, which is not installed. See docs/megatron.md")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about Apex and TransformerEngine, which this backend does without
+        from longspan.engine.megatron.backend import MegatronBackend
+
+        return MegatronBackend(config, adapter, mesh)
+
+
+BACKENDS: dict[str, Callable[[EngineConfig, Adapter, Mesh], Backend]] = {"fsdp": FSDPBackend, "megatron": _megatron}
 OUTPUTS = ("logprob", "entropy", "value", "routed_experts")
 ROUTES = "routed_experts"  # sample field [L, layers, k]: experts to replay
 
@@ -65,10 +79,11 @@ class Engine:
             raise UserError(f"backend={config.backend!r} is not built yet. Use one of {sorted(BACKENDS)}")
         master = torch.float64 if config.dtype == "float64" else torch.float32
         adapter, _ = load_model(config.model, master, config.seed)
+        heads, kv_heads = heads_per_rank(config.layout, adapter)
         layout = resolve(
             config.layout,
-            heads=adapter.num_heads,
-            kv_heads=adapter.num_kv_heads,
+            heads=heads,
+            kv_heads=kv_heads,
             recurrent=adapter.recurrent,
             windowed=adapter.windowed,
             model=config.model,

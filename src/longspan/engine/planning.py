@@ -6,11 +6,12 @@ The same inputs on every rank give the same plan (law 2). Does not know tensors 
 from longspan.data import Limits, Plan, make_plan
 from longspan.engine.batch import Batch
 from longspan.engine.config import EngineConfig
+from longspan.errors import UserError
 from longspan.layout import Layout, Mesh
 from longspan.layout.resolve import ulysses_refusal
 from longspan.models.adapter import Adapter
 
-__all__ = ["Planner", "cp_sizes"]
+__all__ = ["Planner", "cp_sizes", "heads_per_rank"]
 
 CPU_BUDGET = 8192  # tokens a rank under max_tokens_per_rank="auto" without a GPU: small models, host memory
 
@@ -38,7 +39,19 @@ class Planner:
 
 def cp_sizes(layout: Layout, adapter: Adapter, ranks: int) -> tuple[int, ...]:
     """CP sizes that dynamic CP may give a row: those whose heads can be dealt (ulysses, linear="heads"); else any."""
+    heads, _ = heads_per_rank(layout, adapter)
     sizes = [size for size in range(1, ranks + 1) if adapter.linear_refusal(layout.linear, size) is None]
     if layout.mixer == "ulysses":
-        sizes = [size for size in sizes if ulysses_refusal(size, adapter.num_heads) is None]
+        sizes = [size for size in sizes if ulysses_refusal(size, heads) is None]
     return tuple(sizes)
+
+
+def heads_per_rank(layout: Layout, adapter: Adapter) -> tuple[int, int]:
+    """(query heads, KV heads) of a tensor-parallel rank: what mixers may deal. Raises UserError with the sizes that work."""
+    if adapter.num_kv_heads % layout.tp or adapter.num_heads % layout.tp:
+        sizes = ", ".join(str(n) for n in range(1, adapter.num_kv_heads + 1) if adapter.num_kv_heads % n == 0)
+        raise UserError(
+            f"tp={layout.tp} must divide the model's {adapter.num_heads} query and {adapter.num_kv_heads} KV heads. "
+            f"Use tp in ({sizes})"
+        )
+    return adapter.num_heads // layout.tp, adapter.num_kv_heads // layout.tp

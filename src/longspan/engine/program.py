@@ -55,6 +55,12 @@ class Train:
         loss = evaluate(objective, out, fields=fields, weights=weights, stats=self.stats)
         return loss + self._router_losses(step) if objective.moe_aux or objective.moe_z else loss
 
+    def found(self) -> object:
+        return self.stats.state()
+
+    def adopt(self, found: object) -> None:
+        self.stats.adopt(found)
+
     def _router_losses(self, step: MicroStep) -> Tensor:
         """[] sum over samples of (summed token weight) * auxiliary loss of the sample; the weight stream repeats that sum."""
         parts = router_terms(step.context.moe, info=step.context.info, lengths=step.shard.lengths)
@@ -88,3 +94,10 @@ class Forward:
             assert values is not None, f"{name} was checked in Engine.forward"
             self.buffer.put(name, values, step.shard.fields["token"])
         return torch.zeros((), device=hidden.device)
+
+    def found(self) -> object:
+        return self.buffer.flat
+
+    def adopt(self, found: object) -> None:
+        assert isinstance(found, dict)
+        self.buffer.flat = found

@@ -69,6 +69,15 @@ class Stats:
         self.max(f"{name}_max", magnitude, mask)
         self.histogram(name, magnitude, mask)
 
+    def state(self) -> object:
+        """Everything accumulated, for `adopt` on another rank."""
+        return self._sums, self._means, self._maxima, self._histograms
+
+    def adopt(self, state: object) -> None:
+        """Take over what another rank accumulated, in place of what is here."""
+        assert isinstance(state, tuple) and len(state) == 4
+        self._sums, self._means, self._maxima, self._histograms = state
+
     def reduce(self, group: RowGroup | dist.ProcessGroup | None = None) -> dict[str, float]:
         """The numbers of all ranks of `group` (None: this rank alone), equal on each: two small collectives, one
         read."""

@@ -1,0 +1,294 @@
+"""The megatron backend: megatron-core's model parallelism under the engine's contract.
+
+Weights are cut over tp and pp, experts over ep, and repeated over data ranks. Gradients stay local until they are read:
+`step` and `gradients` sum them over the data ranks (and, for parameters that see a part of the heads or rows, over tp),
+once for any number of calls; nothing divides. The sum, AdamW and the norm are this project's and torch's, since
+megatron-core's DDP and optimizers allocate on CUDA by name. Cost: optimizer state is repeated over data ranks.
+bf16: fp32 masters; gradients are added in fp32 after each micro-step.
+"""
+
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from longspan.engine import checkpoint
+from longspan.engine.backend import MicroStep, Program
+from longspan.engine.config import EngineConfig
+from longspan.engine.megatron.build import build_stage
+from longspan.engine.megatron.groups import make_groups
+from longspan.engine.megatron.pipeline import run_pipeline
+from longspan.engine.megatron.weights import Entry, Part, gather, join, local, split
+from longspan.engine.optim import SGD, AdamW, clip_coefficient, make_optimizer
+from longspan.errors import CheckpointError, UserError
+from longspan.layout import CPGroup, Mesh
+from longspan.models.adapter import Adapter
+
+__all__ = ["MegatronBackend"]
+
+
+class MegatronBackend:
+    """Backend protocol on megatron-core. Build with `MegatronBackend(config, adapter, mesh)` on every rank."""
+
+    def __init__(self, config: EngineConfig, adapter: Adapter, mesh: Mesh) -> None:
+        self.routing = None
+        self.mesh, self.adapter = mesh, adapter
+        self.groups = make_groups(mesh)
+        self.built = build_stage(config, adapter, mesh, self.groups)
+        self.stage, self.shape, self.table = self.built.stage, self.built.shape, self.built.table
+        self.parameters = dict(self.stage.named_parameters())
+        self.masters = self.built.masters
+        self.wide: dict[str, Tensor] = {}  # bf16: fp32 sums of gradients by parameter name
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.touched = False
+
+    def run(self, steps: Iterable[MicroStep], program: Program) -> None:
+        run_pipeline(self.stage, self.groups, self._checked(steps), program, after_backward=self._widen)
+        self.touched |= program.trains
+        if self.groups.pp.size > 1:
+            self._share(program)
+
+    def _checked(self, steps: Iterable[MicroStep]) -> Iterator[MicroStep]:
+        for step in steps:
+            if step.context.moe is not None and self.groups.pp.size > 1:
+                raise UserError(
+                    f"pp={self.groups.pp.size}: recorded or replayed routes and moe_aux or moe_z need every router on the last "
+                    "stage, which is not built. Set pp=1 for them"
+                )
+            yield step
+
+    def _widen(self) -> None:
+        """bf16: move the micro-step's gradients into fp32 sums; other dtypes add up in parameter.grad."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter and parameter.grad is not None:
+                wide = parameter.grad.to(self.masters[name].dtype)
+                self.wide[name] = self.wide[name].add_(wide) if name in self.wide else wide
+                parameter.grad = None
+
+    def _share(self, program: Program) -> None:
+        """What the last stage found reaches the others."""
+        source = self.groups.pp.ranks[-1]
+        blob = io.BytesIO()
+        if self.groups.last:
+            torch.save(program.found(), blob)
+        box = [blob.getvalue()]
+        dist.broadcast_object_list(box, src=source, group=self.groups.pp.group)
+        if not self.groups.last:
+            program.adopt(torch.load(io.BytesIO(box[0]), map_location=self.mesh.device, weights_only=False))
+
+    # gradients
+
+    def trainable(self) -> Iterator[tuple[str, Entry]]:
+        """(stage parameter name, entry) of every trainable parameter of this stage, in the same order on its ranks."""
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                yield name, self.table[name]
+
+    def _reduced(self) -> dict[str, Tensor]:
+        """Stage parameter name -> this rank's part of the whole gradient; accumulators stay as they are. Collective."""
+        found = {}
+        for name, entry in self.trainable():
+            held = self.wide.get(name, self.parameters[name].grad)
+            total = torch.zeros_like(self.masters[name]) if held is None else held.detach().clone()
+            _sum(total, self.groups.replica if entry.axis == "ep" else self.groups.data)
+            if entry.partial:
+                _sum(total, self.groups.tp)
+            found[name] = total
+        if self.shape.tied and self.groups.pp.size > 1 and (self.groups.first or self.groups.last):
+            name = "gpt.embedding.word_embeddings.weight" if self.groups.first else "gpt.output_layer.weight"
+            if name in found:
+                _sum(found[name], self.groups.ends)
+        return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self._whole(self._reduced())
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._whole({name: master.detach() for name, master in self.masters.items()})
+
+    def _whole(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """{Hugging Face name: full CPU tensor} on every rank, in the model's order. Collective."""
+        found = {}
+        for name, value in values.items():
+            entry = self.table[name]
+            for part, piece in zip(entry.parts, split(value, entry, self.shape), strict=True):
+                if not entry.copy:
+                    whole = gather(piece, part, self._rows(part), self._group(part))
+                    found[part.name] = whole.detach().to("cpu", copy=True)
+        for source in range(self.groups.pp.size if self.groups.pp.size > 1 else 0):
+            box = [found if source == self.groups.pp.rank else None]
+            dist.broadcast_object_list(box, src=self.groups.pp.ranks[source], group=self.groups.pp.group)
+            assert box[0] is not None
+            found = found | box[0]
+        return {name: found[name] for name in self.built.shapes if name in found}
+
+    def _group(self, part: Part) -> CPGroup:
+        return self.groups.ep if part.axis == "ep" else self.groups.tp
+
+    def _rows(self, part: Part) -> int:
+        return self.built.shapes[part.name][part.dim] if part.axis else 0
+
+    # the step
+
+    def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:
+        if adapter is not None:
+            raise UserError(f"adapter={adapter!r}: this engine has no LoRA adapters. Leave it out")
+        if not self.touched:
+            raise UserError("optim_step found no gradient. Call forward_backward first")
+        gradients = self._reduced()
+        norm = self._norm(gradients)
+        if not torch.isfinite(norm):
+            broken = sorted(p.name for n, g in gradients.items() if not torch.isfinite(g).all() for p in self.table[n].parts)
+            raise UserError(
+                f"the gradient norm is {float(norm)}: no step was taken and the weights are unchanged. Parameters with "
+                f"non-finite gradients on rank {self.mesh.rank}: {broken[:3] or 'none here'}. Call engine.clear_gradients() "
+                "to drop this batch and go on"
+            )
+        coefficient = clip_coefficient(norm, settings.clip_norm)
+        self.clear_gradients()
+        optimizer = self._optimizer(settings)
+        for name, gradient in gradients.items():
+            self.masters[name].grad = gradient if coefficient is None else gradient * coefficient.to(gradient.dtype)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self._publish_masters()
+        return {"grad/norm": float(norm), "grad/clip": 1.0 if coefficient is None else float(coefficient)}
+
+    def _norm(self, gradients: dict[str, Tensor]) -> Tensor:
+        """Global L2 norm, each element counted once: by the first rank of every axis that repeats it. [] fp64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for name, gradient in gradients.items():
+            entry, groups = self.table[name], self.groups
+            repeats = [groups.replica if entry.axis == "ep" else groups.data]
+            repeats += [] if entry.axis == "tp" else [groups.tp]
+            if not entry.copy and all(group.rank == 0 for group in repeats):
+                total += gradient.to(torch.float64).square().sum()
+        if self.mesh.host_group is not None:
+            dist.all_reduce(total, group=self.mesh.host_group)
+        return total.sqrt()
+
+    def _optimizer(self, settings: AdamW | SGD) -> torch.optim.Optimizer:
+        """The optimizer with the settings of this step; its state starts at the first one."""
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(settings, [self.masters[name] for name, _ in self.trainable()])
+        if type(self.optimizer).__name__ != type(settings).__name__:
+            raise UserError(
+                f"this engine steps with {type(self.optimizer).__name__}; {type(settings).__name__} would ignore its state. "
+                "Use one optimizer for a run"
+            )
+        for group in self.optimizer.param_groups:
+            group.update(settings.options())
+        return self.optimizer
+
+    def _publish_masters(self) -> None:
+        """bf16: the masters' new values reach the parameters that compute."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if self.masters[name] is not parameter:
+                    parameter.copy_(self.masters[name])
+
+    def clear_gradients(self) -> None:
+        self.touched = False
+        self.wide.clear()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def has_gradients(self) -> bool:
+        return self.touched
+
+    # checkpoints
+
+    def save(self, folder: Path) -> None:
+        checkpoint.write_tensors(folder, self._state(), self.mesh)
+        if self.mesh.rank == 0:
+            kinds = {} if self.optimizer is None else {"": type(self.optimizer).__name__}
+            (folder / "backend.json").write_text(json.dumps({"optimizers": kinds, "shapes": self.built.shapes}))
+
+    def load(self, folder: Path, optimizer: bool) -> None:
+        saved = json.loads((folder / "backend.json").read_text())
+        shapes = {name: list(shape) for name, shape in self.built.shapes.items()}
+        if saved["shapes"] != shapes:
+            wrong = [name for name in sorted({*shapes, *saved["shapes"]}) if shapes.get(name) != saved["shapes"].get(name)]
+            raise CheckpointError(f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded")
+        self.optimizer = None
+        kind = saved["optimizers"].get("") if optimizer else None
+        if kind is not None:
+            self._empty_optimizer(kind)
+        state = self._state(copies=True)
+        checkpoint.read_tensors(folder, state, self.mesh)
+        self._fill(state)
+        self._publish_masters()
+        self.clear_gradients()
+
+    def _slots(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(key prefix, stage parameter name, tensor shaped like it) of weights and moments."""
+        for name, master in self.masters.items():
+            yield "weights/{}", name, master.detach()
+        names = {id(self.masters[name]): name for name in self.masters}
+        for master, slots in () if self.optimizer is None else self.optimizer.state.items():
+            for slot, value in slots.items():
+                if value is not None:
+                    yield "optimizer/{}/" + slot, names[id(master)], value
+
+    def _state(self, copies: bool = False) -> dict[str, Tensor]:
+        """Flat {key: tensor} under Hugging Face names, cut tensors as DTensors of their wholes."""
+        state: dict[str, Tensor] = {}
+        for key, name, value in self._slots():
+            entry = self.table[name]
+            if entry.copy and not copies:
+                continue
+            pieces = [value] * len(entry.parts) if value.dim() == 0 else split(value, entry, self.shape)
+            for part, piece in zip(entry.parts, pieces, strict=True):
+                state[key.format(part.name)] = piece.contiguous() if value.dim() == 0 else self._spread(piece, part)
+        return state
+
+    def _spread(self, piece: Tensor, part: Part) -> Tensor:
+        group = self._group(part)
+        if part.axis is None or group.group is None:
+            return piece.contiguous()
+        whole = torch.empty(self.built.shapes[part.name], device="meta")
+        real = local(piece, part, self._rows(part), group).contiguous()
+        mesh = self.built.meshes[part.axis]
+        return DTensor.from_local(real, mesh, [Shard(part.dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+    def _fill(self, state: dict[str, Tensor]) -> None:
+        """Copy loaded pieces back into weights and moments."""
+        with torch.no_grad():
+            for key, name, value in self._slots():
+                entry = self.table[name]
+                pieces = [state[key.format(part.name)] for part in entry.parts]
+                if value.dim() == 0:
+                    value.copy_(pieces[0])
+                    continue
+                pieces = [piece.to_local() if isinstance(piece, DTensor) else piece for piece in pieces]
+                joined = join(pieces, entry, self.shape)
+                value[: len(joined)].copy_(joined)
+
+    def _empty_optimizer(self, kind: str) -> None:
+        """An optimizer with zero state of the right shapes, for the checkpoint to fill."""
+        self._optimizer(AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0))
+        assert self.optimizer is not None
+        for name, _ in self.trainable() if kind == "AdamW" else ():
+            master = self.masters[name]
+            self.optimizer.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+
+    def export(self, folder: Path, merge: str | None) -> None:
+        if merge is not None:
+            raise UserError(f"merge={merge!r}: this engine has no LoRA adapters. Leave it out")
+        weights = {name: value for name, value in self.weights().items() if not name.startswith("value_head.")}
+        if self.mesh.rank == 0:
+            self.adapter.model.save_pretrained(folder, state_dict=weights)
+
+
+def _sum(x: Tensor, group: CPGroup) -> None:
+    if group.group is not None:
+        dist.all_reduce(x, group=group.group)

@@ -1,0 +1,130 @@
+"""From a Hugging Face adapter to this rank's stage: refusals, modules, weights tensor by tensor, freezing, masters.
+
+The adapter's own decoder gives up each tensor as soon as its part is copied (parameters go to the meta device), so the peak
+is the loaded model plus one shard.
+"""
+
+import fnmatch
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longspan.engine.config import DTYPES, EngineConfig
+from longspan.engine.megatron.groups import Groups
+from longspan.engine.megatron.model import Stage
+from longspan.engine.megatron.shape import Shape, shape_of
+from longspan.engine.megatron.weights import Entry, join, stage_table, take
+from longspan.errors import UserError
+from longspan.layout import CPGroup, Mesh
+from longspan.models.adapter import Adapter
+from longspan.models.experts import shard_experts
+
+__all__ = ["Built", "build_stage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What the backend works on."""
+
+    stage: Stage
+    shape: Shape
+    table: dict[str, Entry]  # by stage parameter name
+    masters: dict[str, Tensor]  # by stage parameter name: the parameter itself, or its fp32 master under bf16
+    shapes: dict[str, tuple[int, ...]]  # Hugging Face name -> shape, of the whole model and in its order
+    meshes: dict[str, DeviceMesh]  # "tp", "ep": where those axes have several ranks
+
+
+def build_stage(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Groups) -> Built:
+    """Collective only in the device meshes."""
+    shape = shape_of(config, adapter, mesh.layout)
+    compute = DTYPES[config.dtype]
+    master = torch.float64 if compute == torch.float64 else torch.float32
+    value_head = _value_head(adapter.hidden_size, config.seed, master) if config.value_head else None
+    whole = dict(adapter.model.named_parameters())
+    whole |= {} if value_head is None else {f"value_head.{name}": p for name, p in value_head.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
+    frozen = _frozen(config.freeze, adapter, list(shapes))
+    stage = Stage(adapter, shape, groups, value_head=value_head, dtype=master)
+    stage.recompute = config.recompute != "none"
+    if groups.ep.size > 1:
+        shard_experts(stage, groups.ep)
+    table = stage_table(shape, groups, stage)
+    _load(stage, table, whole, shape, groups)
+    _release(adapter, stage)
+    stage.to(mesh.device)
+    masters = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
+    if compute == master:
+        masters = dict(stage.named_parameters())
+    else:
+        stage.to(compute)
+    _freeze(stage, table, frozen)
+    for name, parameter in stage.named_parameters():
+        masters[name].requires_grad_(parameter.requires_grad)
+    stage.train()
+    return Built(stage, shape, table, masters, shapes, _meshes(groups, mesh))
+
+
+def _value_head(hidden_size: int, seed: int, dtype: torch.dtype) -> nn.Linear:
+    """Scalar head on the last hidden state: weights N(0, 0.02) from the seed, bias 0; the same on every rank."""
+    head = nn.Linear(hidden_size, 1, dtype=dtype)
+    with torch.no_grad():
+        head.weight.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
+        head.bias.zero_()
+    return head
+
+
+def _load(stage: Stage, table: dict[str, Entry], whole: dict[str, nn.Parameter], shape: Shape, groups: Groups) -> None:
+    own = {id(parameter) for parameter in whole.values()}
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            entry = table[name]
+            if id(parameter) in own or entry.axis == "ep":
+                continue  # a module that stayed Hugging Face's: its weights are in place
+            pieces = [take(whole[part.name], part, groups.tp) for part in entry.parts]
+            parameter.copy_(join(pieces, entry, shape))
+
+
+def _release(adapter: Adapter, stage: Stage) -> None:
+    """Give up the adapter's copies of what the stage holds or other ranks hold."""
+    kept = {id(module) for module in stage.modules()}
+    for module in adapter.model.modules():
+        if id(module) not in kept:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module.register_parameter(name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
+
+
+def _frozen(freeze: tuple[str, ...], adapter: Adapter, names: list[str]) -> set[str]:
+    """Names by part or by fnmatch pattern; a name that matches nothing is an error."""
+    parts, frozen = adapter.parts(), set()
+    for entry in freeze:
+        matched = {
+            name
+            for name in names
+            if (any(name.startswith(p) for p in parts[entry]) if entry in parts else fnmatch.fnmatch(name, entry))
+        }
+        if not matched:
+            raise UserError(f"freeze={entry!r} matches no parameter. Parts of this model: {sorted(parts)}; or use a name pattern")
+        frozen |= matched
+    if frozen == set(names):
+        raise UserError(f"freeze={freeze} leaves nothing to train")
+    return frozen
+
+
+def _freeze(stage: Stage, table: dict[str, Entry], frozen: set[str]) -> None:
+    for name, parameter in stage.named_parameters():
+        matched = [part.name in frozen for part in table[name].parts]
+        if any(matched) and not all(matched):
+            parts = [part.name for part in table[name].parts]
+            raise UserError(f"freeze: {parts} are one tensor in backend='megatron'. Freeze all of them or none")
+        parameter.requires_grad_(not all(matched))
+
+
+def _meshes(groups: Groups, mesh: Mesh) -> dict[str, DeviceMesh]:
+    axes: dict[str, CPGroup] = {"tp": groups.tp, "ep": groups.ep}
+    return {
+        axis: DeviceMesh.from_group(group.group, mesh.device.type, mesh_dim_names=(axis,))
+        for axis, group in axes.items()
+        if group.group is not None
+    }

@@ -1,0 +1,54 @@
+"""Differentiable collectives over tensor-parallel ranks, on dim 0, on any device.
+
+`gather_whole` and `keep_own` join work cut over ranks with work that every rank repeats: the gradient of repeated work
+is already whole on each rank, so it is cut or gathered, never summed. Sums live in mixers/collectives.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.layout import CPGroup
+from longspan.layout.comm import all_gather
+
+__all__ = ["gather_whole", "keep_own", "pad_rows"]
+
+
+def gather_whole(x: Tensor, group: CPGroup) -> Tensor:
+    """[n, ...] -> [N * n, ...] for work that every rank repeats; backward keeps this rank's rows."""
+    return x if group.size == 1 else _GatherWhole.apply(x, group)
+
+
+def keep_own(x: Tensor, group: CPGroup) -> Tensor:
+    """[N * n, ...], the same on every rank -> this rank's [n, ...]; backward gathers the rows of all."""
+    return x if group.size == 1 else _KeepOwn.apply(x, group)
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """Zeros below x until it has `rows` rows."""
+    if x.shape[0] == rows:
+        return x
+    return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
+
+
+class _GatherWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CPGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size)[ctx.group.rank].contiguous(), None
+
+
+class _KeepOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CPGroup) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size)[group.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grads[0].contiguous(), ctx.group), None

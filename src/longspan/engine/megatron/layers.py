@@ -1,0 +1,120 @@
+"""The modules that our megatron-core layer spec names beside megatron-core's own.
+
+Norm: Hugging Face's RMSNorm, bit for bit (megatron-core's torch norm refuses sequence parallelism).
+Column, Row: megatron-core's linears. Under sequence parallelism their collectives are the project's, because
+megatron-core's allocate on CUDA by name; megatron-core itself is told sequence_parallel=False. Cost: no overlap of the
+gather with a matmul, and the gathered input stays for backward (recomputed with the layer under recomputation).
+CoreAttention: rope from the angles of `StreamParams`, then the micro-step's mixer.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longspan.engine.megatron.collectives import pad_rows
+from longspan.layout import CPGroup
+from longspan.mixers.collectives import all_gather, reduce_scatter
+from longspan.models.adapter import Context
+
+__all__ = ["Column", "CoreAttention", "Norm", "Row", "StreamParams"]
+
+
+@dataclasses.dataclass
+class StreamParams(PackedSeqParams):
+    """What megatron-core hands to every layer of one micro-step."""
+
+    context: Context | None = None
+    cos: Tensor | None = None  # [T_local, 1, D]
+    sin: Tensor | None = None
+    deepstack: tuple[Tensor, ...] = ()  # by layer: [rows of this rank, 1, E] to add to its output
+
+
+class Norm(nn.Module):
+    """x / rms(x) * weight over the last dim: normalised in fp32, multiplied in x's dtype, as Hugging Face."""
+
+    def __init__(self, *, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Column(ColumnParallelLinear):
+    """[T, 1, E] -> [T, 1, O / tp]. rows: under sequence parallelism the group that shares the tokens."""
+
+    def __init__(self, *args: Any, rows: CPGroup | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rows = rows
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        if self.rows is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        whole = all_gather(input_, self.rows)  # [T / tp, 1, E] -> [T, 1, E]; backward reduce-scatters
+        bias = None if self.skip_bias_add else self.bias
+        return functional.linear(whole, self.weight, bias), self.bias if self.skip_bias_add else None
+
+
+class Row(RowParallelLinear):
+    """[T, 1, I / tp] -> [T, 1, O], summed over tp; under sequence parallelism each rank keeps its rows."""
+
+    def __init__(self, *args: Any, rows: CPGroup | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rows = rows
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return functional.linear(input, weight)  # megatron-core's own asks the global parallel_state for a group
+
+    def forward(self, input_: Tensor) -> Any:
+        if self.rows is None:
+            return super().forward(input_)
+        return reduce_scatter(functional.linear(input_, self.weight), self.rows), None
+
+
+class CoreAttention(nn.Module):
+    """q [T, H / tp, D], k, v [T, H_kv / tp, D] -> [T, 1, H / tp * D]; rows past the stream's are sequence-parallel padding."""
+
+    def __init__(self, *, windows: tuple[int | None, ...], layer_number: int, config: Any, **_: object) -> None:
+        super().__init__()
+        self.window = windows[layer_number - 1]
+        self.scale = config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        /,
+        *,
+        packed_seq_params: StreamParams,
+        **_: object,
+    ) -> Tensor:
+        context, cos, sin = packed_seq_params.context, packed_seq_params.cos, packed_seq_params.sin
+        assert context is not None and cos is not None and sin is not None, "StreamParams comes filled"
+        rows, real = query.shape[0], cos.shape[0]
+        out = context.mixer.attend(
+            rotate(query[:real], cos, sin),
+            rotate(key[:real], cos, sin),
+            value[:real],
+            context.prepared,
+            scale=self.scale,
+            window=self.window,
+            kernel=context.kernel,
+            saved=context.slot(self),
+        )
+        return pad_rows(out, rows).reshape(rows, 1, -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding as Hugging Face applies it: halves, in x's dtype."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin

@@ -1,0 +1,211 @@
+"""One pipeline stage of a model on megatron-core: the layer spec, the GPTModel, and the way of a micro-step through it.
+
+Hugging Face keeps what knows no tensor parallelism: RoPE tables, the vision tower, expert blocks. megatron-core has
+embeddings, attention projections, MLPs and the layer loop. T_local tokens come in; under sequence parallelism rows are
+padded to a multiple of tp, cut, and whole again before the head.
+Head: its vocabulary shards are gathered once a micro-step (V * E elements, freed after backward) and every tensor-parallel
+rank repeats it on all its tokens: exact, at tp times the head's FLOPs.
+"""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from longspan.engine.backend import Head, MicroStep, Program
+from longspan.engine.megatron.collectives import gather_whole, keep_own, pad_rows
+from longspan.engine.megatron.groups import Groups
+from longspan.engine.megatron.layers import Column, CoreAttention, Norm, Row, StreamParams
+from longspan.engine.megatron.moe import Block, ExpertMLP
+from longspan.engine.megatron.shape import Shape
+from longspan.models.adapter import Adapter
+from longspan.models.moe import tap_routers
+from longspan.models.qwen3_vl import run_tower
+from longspan.models.vision import place_rows
+
+__all__ = ["Stage"]
+
+
+class Layer(TransformerLayer):
+    """megatron-core's layer, with the micro-step's context for experts and DeepStack features after it."""
+
+    def forward(self, *args: Any, packed_seq_params: StreamParams, **kwargs: Any) -> Any:
+        if isinstance(self.mlp, ExpertMLP):
+            self.mlp.context = packed_seq_params.context
+        hidden, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        place = self.layer_number - 1
+        if place < len(packed_seq_params.deepstack):
+            hidden = hidden + packed_seq_params.deepstack[place]
+        return hidden, context
+
+
+class Stage(nn.Module):
+    """The layers of this pipeline rank, embeddings and tower on the first, head and value head on the last."""
+
+    def __init__(
+        self, adapter: Adapter, shape: Shape, groups: Groups, *, value_head: nn.Module | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.shape, self.groups = shape, groups
+        self.rows = groups.tp if shape.sequence_parallel else None
+        decoder = decoder_of(adapter, shape)
+        self.rotary = decoder.rotary_emb
+        blocks = {n: Block(decoder.layers[n].mlp) for n in shape.expert_layers if n in shape.stage(groups.pp.rank)}
+        tap_routers(list(blocks.values()))
+        self.gpt = _gpt(shape, groups, blocks, rows=self.rows, dtype=dtype)
+        self.tower = adapter.model.model.visual if shape.vision and groups.first else None
+        self.value_head = value_head if groups.last else None
+        self.recompute = False
+
+    def forward(self, step: MicroStep, incoming: Tensor | None, program: Program) -> Tensor:
+        """incoming: hidden states of the stage before, None on the first. Out: hidden states, on the last the program's sum."""
+        params, hidden = self._enter(step)
+        hidden = hidden if incoming is None else incoming
+        for layer in self.gpt.decoder.layers:
+            run = partial(layer, attention_mask=None, packed_seq_params=params)
+            if self.recompute and program.trains:
+                hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)[0]
+            else:
+                hidden = run(hidden)[0]
+        return self._leave(hidden, step, program) if self.groups.last else hidden
+
+    def shape_between(self, step: MicroStep) -> tuple[int, int, int]:
+        """Shape of the hidden states that travel between stages."""
+        return self._padded(step) // (1 if self.rows is None else self.rows.size), 1, self.shape.hidden_size
+
+    def _padded(self, step: MicroStep) -> int:
+        real = step.context.info.num_local
+        return real if self.rows is None else -(-real // self.rows.size) * self.rows.size
+
+    def _cut(self, whole: Tensor, step: MicroStep) -> Tensor:
+        """[T_local, E] -> [rows of this rank, 1, E]."""
+        whole = whole[:, None]
+        return whole if self.rows is None else keep_own(pad_rows(whole, self._padded(step)), self.rows)
+
+    def _enter(self, step: MicroStep) -> tuple[StreamParams, Tensor | None]:
+        """RoPE tables of this rank's tokens; on the first stage embeddings with visual features in their places."""
+        fields = step.shard.fields
+        position = fields["position"]
+        position = position[None] if position.dim() == 1 else position[:, None]  # [1, T] or [3, 1, T]
+        like = torch.empty(0, dtype=self.shape.dtype, device=position.device)
+        cos, sin = self.rotary(like, position)
+        params = StreamParams(
+            qkv_format="thd", context=step.context, cos=cos.movedim(0, 1), sin=sin.movedim(0, 1), total_tokens=None
+        )
+        if not self.groups.first:
+            return params, None
+        hidden_TE = self.gpt.embedding.word_embeddings(fields["input_ids"][None])[0]
+        if self.tower is not None and step.media is not None:
+            out = run_tower(self.tower, step.media, step.context)
+            features = [out.pooler_output, *out.deepstack_features]
+            placed, *deepstack = place_rows(torch.cat(features, 1), step.media).chunk(len(features), 1)
+            hidden_TE = hidden_TE.index_copy(0, step.media.positions, placed.to(hidden_TE.dtype))
+            empty = torch.zeros_like(hidden_TE)
+            added = [empty.index_copy(0, step.media.positions, x.to(hidden_TE.dtype)) for x in deepstack]
+            params.deepstack = tuple(self._cut(x, step) for x in added)
+        return params, self._cut(hidden_TE, step)
+
+    def _leave(self, hidden: Tensor, step: MicroStep, program: Program) -> Tensor:
+        hidden = self.gpt.decoder.final_layernorm(hidden)
+        hidden_TE = (hidden if self.rows is None else gather_whole(hidden, self.rows))[: step.context.info.num_local, 0]
+        weight = gather_whole(self.head_weight, self.groups.tp)[: self.shape.vocab_size]
+        value = None if self.value_head is None else self.value_head(hidden_TE)[:, 0]
+        return program.compute(hidden_TE, Head(weight, None, None), value, step)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V / tp, E] of this rank."""
+        tied = self.gpt.share_embeddings_and_output_weights
+        return self.gpt.embedding.word_embeddings.weight if tied else self.gpt.output_layer.weight
+
+
+def decoder_of(adapter: Adapter, shape: Shape) -> nn.Module:
+    """The Hugging Face text decoder: layers, norm, rotary_emb."""
+    return adapter.model.model.language_model if shape.vision else adapter.model.model
+
+
+def _gpt(shape: Shape, groups: Groups, blocks: dict[int, Block], *, rows: Any, dtype: torch.dtype) -> GPTModel:
+    config = transformer_config(shape, dtype)
+    layers = shape.stage(groups.pp.rank)
+    specs = [_layer_spec(shape, blocks if n in blocks else None, rows) for n in layers]
+    collection = ProcessGroupCollection()
+    collection.tp = groups.tp.group or groups.alone
+    collection.pp = groups.pp.group or groups.alone
+    collection.cp = collection.ep = collection.expt_tp = groups.alone
+    collection.embd = None  # tied weights of two stages are summed by backend.py
+    return GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm),
+        vocab_size=shape.padded_vocab,
+        max_sequence_length=1,  # only learned position tables read it
+        pre_process=groups.first,
+        post_process=groups.last,
+        share_embeddings_and_output_weights=shape.tied and groups.pp.size == 1,
+        position_embedding_type="none",
+        scatter_embedding_sequence_parallel=False,
+        pg_collection=collection,
+    )
+
+
+def transformer_config(shape: Shape, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's settings: no dropout, no fusion that needs CUDA, weights left for the loader to fill."""
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_size,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=shape.qk_norm,
+        add_qkv_bias=shape.qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=shape.tp,
+        pipeline_model_parallel_size=shape.pp,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _layer_spec(shape: Shape, blocks: dict[int, Block] | None, rows: Any) -> Any:
+    """megatron-core's local layer with our norm, linears and attention; an expert block where the layer has one."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    spec.module = Layer
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.linear_qkv = partial(Column, rows=rows)
+    attention.linear_proj = partial(Row, rows=rows)
+    attention.core_attention = partial(CoreAttention, windows=shape.windows)
+    attention.q_layernorm = attention.k_layernorm = Norm if shape.qk_norm else IdentityOp
+    if blocks is None:
+        mlp = copy.copy(layer.mlp.keywords["submodules"])
+        mlp.linear_fc1, mlp.linear_fc2 = partial(Column, rows=rows), partial(Row, rows=rows)
+        layer.mlp = partial(layer.mlp.func, submodules=mlp)
+    else:
+        layer.mlp = partial(ExpertMLP, blocks=blocks, rows=rows)
+    return spec

@@ -1,0 +1,147 @@
+"""The sizes of a model and of its layout as the megatron backend needs them, and everything it refuses, by name.
+
+Pure: reads a Hugging Face model and the settings, builds nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from longspan.engine.config import DTYPES, EngineConfig
+from longspan.errors import UserError
+from longspan.layout import Layout
+from longspan.models.adapter import Adapter
+from longspan.models.experts import EXPERT_CLASSES, expert_modules
+
+__all__ = ["Shape", "shape_of"]
+
+FAMILIES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One model under one layout."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    norm_eps: float
+    qk_norm: bool
+    qkv_bias: bool
+    tied: bool
+    vision: bool
+    windows: tuple[int | None, ...]  # by layer
+    expert_layers: tuple[int, ...]
+    tp: int
+    pp: int
+    sequence_parallel: bool
+    dtype: torch.dtype
+
+    @property
+    def padded_vocab(self) -> int:
+        """The vocabulary rounded up to equal shards; rows past it are zero and never read."""
+        return -(-self.vocab_size // self.tp) * self.tp
+
+    def stage(self, rank: int) -> range:
+        """The layers of a pipeline rank, from 0."""
+        size = self.num_layers // self.pp
+        return range(rank * size, (rank + 1) * size)
+
+
+def shape_of(config: EngineConfig, adapter: Adapter, layout: Layout) -> Shape:
+    """Reads the model; UserError for anything that cannot be honoured."""
+    _refuse_settings(config, layout)
+    if adapter.family not in FAMILIES:
+        raise UserError(f"backend='megatron' has no weight table for {adapter.family}. Known: {', '.join(FAMILIES)}")
+    text = adapter.model.config.get_text_config()
+    vision = adapter.reader is not None
+    layers = (adapter.model.model.language_model if vision else adapter.model.model).layers
+    attention = layers[0].self_attn
+    experts = tuple(n for n, layer in enumerate(layers) if any(type(m).__name__ in EXPERT_CLASSES for m in layer.modules()))
+    names = {name for name, _ in layers[0].named_parameters()}
+    if "self_attn.o_proj.bias" in names or "mlp.down_proj.bias" in names:
+        raise UserError(f"{adapter.family} with biases in o_proj or mlp is not built for backend='megatron'. Use backend='fsdp'")
+    if text.hidden_act != "silu":
+        raise UserError(f"hidden_act={text.hidden_act!r} is not built for backend='megatron', which runs 'silu'")
+    shape = Shape(
+        vocab_size=adapter.model.get_input_embeddings().weight.shape[0],
+        hidden_size=adapter.hidden_size,
+        num_layers=adapter.num_layers,
+        num_heads=adapter.num_heads,
+        num_kv_heads=adapter.num_kv_heads,
+        head_dim=adapter.head_dim,
+        ffn_size=text.intermediate_size,
+        norm_eps=text.rms_norm_eps,
+        qk_norm="self_attn.q_norm.weight" in names,
+        qkv_bias=attention.q_proj.bias is not None,
+        tied=adapter.model.get_output_embeddings().weight is adapter.model.get_input_embeddings().weight,
+        vision=vision,
+        windows=_windows(text.to_dict(), adapter.num_layers),
+        expert_layers=experts,
+        tp=layout.tp,
+        pp=layout.pp,
+        sequence_parallel=layout.sequence_parallel,
+        dtype=DTYPES[config.dtype],
+    )
+    _refuse_sizes(config, adapter, layout, shape)
+    return shape
+
+
+def _windows(text: dict[str, object], layers: int) -> tuple[int | None, ...]:
+    """By layer type, or (Mistral) one window for all."""
+    window, kinds = text.get("sliding_window"), text.get("layer_types")
+    assert window is None or isinstance(window, int)
+    if not isinstance(kinds, list):
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _refuse_settings(config: EngineConfig, layout: Layout) -> None:
+    for wanted, what, way_out in (
+        (layout.vpp > 1, f"vpp={layout.vpp} (interleaved pipeline)", "Set vpp=1"),
+        (layout.etp > 1, f"etp={layout.etp} (columns of an expert over ranks)", "Set etp=1 and use ep"),
+        (config.lora is not None, "lora", "Use backend='fsdp'"),
+        (config.compile, "compile=True", "Set compile=False or use backend='fsdp'"),
+        (bool(config.offload), f"offload={config.offload}", "Leave offload empty"),
+    ):
+        if wanted:
+            raise UserError(f"{what} is not built for backend='megatron'. {way_out}")
+
+
+def _refuse_sizes(config: EngineConfig, adapter: Adapter, layout: Layout, shape: Shape) -> None:
+    divides("pp", layout.pp, shape.num_layers, "layers")
+    if len(shape.expert_layers) < shape.num_layers:
+        divides("tp", layout.tp, shape.ffn_size, "MLP columns")
+    modules = expert_modules(adapter.model)
+    if layout.ep > 1 and not modules:
+        raise UserError(f"ep={layout.ep} needs a model with experts; {config.model} has none. Set ep=1")
+    for module in modules.values():
+        divides("ep", layout.ep, module.num_experts, "experts")
+    if (layout.dp * layout.cp) % layout.ep:
+        raise UserError(
+            f"ep={layout.ep} must divide dp * cp = {layout.dp} * {layout.cp}: this backend spreads experts over data ranks, "
+            "and tensor-parallel ranks repeat them. Change ep, dp or cp"
+        )
+    if shape.vision and layout.pp > 1:
+        deepest = len(adapter.model.config.vision_config.deepstack_visual_indexes)
+        if deepest > len(shape.stage(0)):
+            raise UserError(f"pp={layout.pp} cuts the first {deepest} layers, which take DeepStack features. Use fewer stages")
+
+
+def divides(axis: str, size: int, total: int, what: str) -> None:
+    """Raises UserError with the sizes that work."""
+    if total % size:
+        fitting = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+        raise UserError(f"{axis}={size} must divide the model's {total} {what}. Use {axis} in ({fitting})")

@@ -1,0 +1,170 @@
+"""Hugging Face names <-> megatron-core parameters: one table a stage, used alike for weights, gradients and moments.
+
+Every megatron-core parameter is made of this rank's parts of one or more Hugging Face tensors:
+    one     the part itself
+    qkv     query, key and value rows, interleaved by key-value group: [q1 q2 k1 v1 | q3 q4 k2 v2 | ...]
+    stack   gate rows over up rows
+A part is a chunk (as torch.chunk cuts) of the tensor along one dim over one axis, "tp" or "ep", or the whole. So parts
+are DTensor shards of Hugging Face tensors: checkpoints under these names load at any tp, pp, cp, dp and ep.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from longspan.engine.megatron.groups import Groups
+from longspan.engine.megatron.shape import Shape
+from longspan.layout import CPGroup
+from longspan.layout.comm import all_gather
+from longspan.models.experts import expert_modules
+
+__all__ = ["Entry", "Part", "gather", "join", "local", "split", "stage_table", "take"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A Hugging Face tensor and how it is cut."""
+
+    name: str
+    axis: Literal["tp", "ep"] | None = None
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one megatron-core parameter is made of."""
+
+    parts: tuple[Part, ...]
+    form: Literal["one", "qkv", "stack"] = "one"
+    partial: bool = False  # each tensor-parallel rank has a part of its gradient's sum
+    copy: bool = False  # a second copy of a tied weight: loaded, stepped, but not counted or saved
+
+    @property
+    def axis(self) -> str | None:
+        return self.parts[0].axis
+
+
+def stage_table(shape: Shape, groups: Groups, stage: nn.Module) -> dict[str, Entry]:
+    """Stage parameter name -> Entry, for every parameter of this rank's stage."""
+    text = "model.language_model." if shape.vision else "model."
+    rows = shape.sequence_parallel
+    table: dict[str, Entry] = {}
+    if groups.first:
+        table["gpt.embedding.word_embeddings.weight"] = Entry((Part(f"{text}embed_tokens.weight", "tp"),))
+    for place, number in enumerate(shape.stage(groups.pp.rank)):
+        ours, theirs = f"gpt.decoder.layers.{place}.", f"{text}layers.{number}."
+        table |= {ours + name: entry for name, entry in _layer(shape, theirs, number, rows=rows).items()}
+    if groups.last:
+        table["gpt.decoder.final_layernorm.weight"] = Entry((Part(f"{text}norm.weight"),), partial=rows)
+        if not shape.tied:
+            table["gpt.output_layer.weight"] = Entry((Part("lm_head.weight", "tp"),))
+        elif shape.pp > 1:
+            table["gpt.output_layer.weight"] = Entry((Part(f"{text}embed_tokens.weight", "tp"),), copy=True)
+    experts = tuple(f"{name}." for name in expert_modules(stage))
+    for name, _ in stage.named_parameters():
+        if name not in table:  # modules that stayed Hugging Face's: the same names under another root
+            axis = "ep" if name.startswith(experts) and groups.ep.size > 1 else None
+            table[name] = Entry((Part(_own_name(name, shape, groups), axis),))
+    missing = {name for name, _ in stage.named_parameters()} ^ set(table)
+    assert not missing, missing
+    return table
+
+
+def _layer(shape: Shape, theirs: str, number: int, *, rows: bool) -> dict[str, Entry]:
+    def columns(form: Literal["one", "qkv", "stack"], kind: str, *names: str) -> Entry:
+        return Entry(tuple(Part(f"{theirs}{name}.{kind}", "tp") for name in names), form)
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    table = {
+        "input_layernorm.weight": Entry((Part(f"{theirs}input_layernorm.weight"),), partial=rows),
+        "pre_mlp_layernorm.weight": Entry((Part(f"{theirs}post_attention_layernorm.weight"),), partial=rows),
+        "self_attention.linear_qkv.weight": columns("qkv", "weight", *qkv),
+        "self_attention.linear_proj.weight": Entry((Part(f"{theirs}self_attn.o_proj.weight", "tp", 1),)),
+    }
+    if shape.qkv_bias:
+        table["self_attention.linear_qkv.bias"] = columns("qkv", "bias", *qkv)
+    if shape.qk_norm:  # each tensor-parallel rank normalises its own heads
+        table |= {
+            f"self_attention.{name}_layernorm.weight": Entry((Part(f"{theirs}self_attn.{name}_norm.weight"),), partial=True)
+            for name in ("q", "k")
+        }
+    if number not in shape.expert_layers:
+        table["mlp.linear_fc1.weight"] = columns("stack", "weight", "mlp.gate_proj", "mlp.up_proj")
+        table["mlp.linear_fc2.weight"] = Entry((Part(f"{theirs}mlp.down_proj.weight", "tp", 1),))
+    return table
+
+
+def _own_name(name: str, shape: Shape, groups: Groups) -> str:
+    if name.startswith("tower."):
+        return "model.visual." + name.removeprefix("tower.")
+    if name.startswith("value_head."):
+        return name
+    place, _, rest = name.removeprefix("gpt.decoder.layers.").partition(".")
+    number = shape.stage(groups.pp.rank)[int(place)]
+    text = "model.language_model." if shape.vision else "model."
+    return f"{text}layers.{number}.mlp." + rest.removeprefix("mlp.inner.block.")
+
+
+def split(value: Tensor, entry: Entry, shape: Shape) -> list[Tensor]:
+    """A megatron-core tensor as this rank's parts, in the entry's order."""
+    match entry.form:
+        case "one":
+            return [value]
+        case "stack":
+            return list(value.chunk(2))
+        case "qkv":
+            groups = shape.num_kv_heads // shape.tp
+            ratio = shape.num_heads // shape.num_kv_heads
+            rows = [ratio * shape.head_dim, shape.head_dim, shape.head_dim]
+            parts = value.reshape(groups, sum(rows), *value.shape[1:]).split(rows, 1)
+            return [part.reshape(-1, *value.shape[1:]) for part in parts]
+
+
+def join(parts: Sequence[Tensor], entry: Entry, shape: Shape) -> Tensor:
+    """The inverse of `split`."""
+    match entry.form:
+        case "one":
+            return parts[0]
+        case "stack":
+            return torch.cat(list(parts))
+        case "qkv":
+            groups = shape.num_kv_heads // shape.tp
+            trailing = parts[0].shape[1:]
+            return torch.cat([part.reshape(groups, -1, *trailing) for part in parts], 1).reshape(-1, *trailing)
+
+
+def take(whole: Tensor, part: Part, group: CPGroup) -> Tensor:
+    """This rank's chunk of a whole tensor; the last one of an uneven cut gets zeros below."""
+    if part.axis is None or group.size == 1:
+        return whole
+    rows = -(-whole.shape[part.dim] // group.size)
+    chunk = whole.narrow(part.dim, start := min(rows * group.rank, whole.shape[part.dim]), min(rows, whole.shape[part.dim] - start))
+    missing = rows - chunk.shape[part.dim]
+    if not missing:
+        return chunk
+    assert part.dim == 0, "only a vocabulary is cut unevenly"
+    return torch.cat([chunk, chunk.new_zeros(missing, *chunk.shape[1:])])
+
+
+def local(part_value: Tensor, part: Part, rows: int, group: CPGroup) -> Tensor:
+    """The real rows of a chunk of a tensor with `rows` rows along the part's dim: without the zeros of `take`."""
+    if part.axis is None or group.size == 1:
+        return part_value
+    size = part_value.shape[part.dim]
+    return part_value.narrow(part.dim, 0, max(0, min(size, rows - size * group.rank)))
+
+
+def gather(part_value: Tensor, part: Part, rows: int, group: CPGroup) -> Tensor:
+    """The whole tensor from every rank's chunk. Collective."""
+    if part.axis is None or group.size == 1:
+        return part_value
+    moved = part_value.movedim(part.dim, 0).contiguous()
+    return all_gather(moved, group)[:rows].movedim(0, part.dim).contiguous()
+
+
+def names_of(table: Mapping[str, Entry]) -> set[str]:
+    """All Hugging Face names in a table."""
+    return {part.name for entry in table.values() for part in entry.parts}
