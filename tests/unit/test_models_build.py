@@ -13,7 +13,9 @@ from longspan.models.attention_bridge import DECODER, VISION
 from longspan.models.checks import check_tie
 from longspan.models.loading import build_random
 
-CORE = ["llama", "mistral", "qwen2", "qwen3", "qwen3_vl"]
+CORE = ["llama", "mistral", "qwen2", "qwen3", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "gpt_oss", "gemma3"]
+CORE += ["glm4", "ministral", "olmo2", "olmo3", "phi3", "smollm3"]
+WINDOWED = {"mistral", "gpt_oss", "gemma3", "ministral", "olmo3", "phi3"}
 
 
 def build(family: str, **overrides):
@@ -43,9 +45,9 @@ def test_sizes_match_the_config(family):
     adapter, _ = load_model(f"tiny:{family}")
     weight, bias, softcap = adapter.head()
     assert weight.shape == (97, 32) == (adapter.vocab_size, adapter.hidden_size)
-    assert bias is None and softcap is None
+    assert bias is None and softcap == (4.0 if family == "gemma3" else None)
     assert (adapter.num_layers, adapter.num_heads, adapter.num_kv_heads, adapter.head_dim) == (2, 4, 2, 8)
-    assert adapter.windowed == (family == "mistral") and not adapter.recurrent
+    assert adapter.windowed == (family in WINDOWED) and not adapter.recurrent
 
 
 def test_the_seed_alone_decides_the_weights():
@@ -74,7 +76,8 @@ def test_folder_round_trip(family, tmp_path):
     adapter.model.save_pretrained(tmp_path)
     again, tokenizer = load_model(str(tmp_path), torch.float64)
     assert tokenizer is None and again.family == adapter.family
-    assert {b.dtype for b in again.model.buffers() if b.is_floating_point()} == {torch.float32}
+    frequencies = [b for name, b in again.model.named_buffers() if "inv_freq" in name]
+    assert frequencies and {b.dtype for b in frequencies} == {torch.float32}
     for (name, p), (other, q) in zip(adapter.model.named_parameters(), again.model.named_parameters(), strict=True):
         assert name == other and torch.equal(p, q), name
 

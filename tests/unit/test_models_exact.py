@@ -34,6 +34,7 @@ from longspan.parity.oracle_attention import use_plain_layers
 TOLERANCE = 1e-10
 CPU = torch.device("cpu")
 TEXT = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3"]
+TEXT += ["glm4", "ministral", "olmo2", "olmo3", "phi3", "smollm3"]
 VISION = ["qwen3_vl", "qwen3_vl_moe"]
 
 
@@ -178,6 +179,20 @@ def test_text_rows_are_exact(family):
     hidden, gradient = errors(family, TEXT_SAMPLES)
     print(f"{family}: hidden {hidden:.1e}, gradient {gradient:.1e}")
     assert hidden < TOLERANCE and gradient < TOLERANCE
+
+
+@pytest.mark.parametrize("family", TEXT + VISION)
+def test_the_head_gives_the_models_own_logits(family):
+    """No family scales or caps its logits where `head()` does not say so."""
+    adapter, _ = load_model(f"tiny:{family}", torch.float64, seed=3)
+    oracle = plain_model(family)
+    weight, bias, softcap = adapter.head()
+    with torch.no_grad():
+        expected = oracle(input_ids=TEXT_SAMPLES[0].input_ids[None], use_cache=False).logits[0]
+        (hidden,) = packed(adapter, TEXT_SAMPLES[:1])
+    logits = torch.nn.functional.linear(hidden.T, weight, bias)
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    assert (logits - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", VISION)

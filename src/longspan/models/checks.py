@@ -36,6 +36,7 @@ def check_modules(model: PreTrainedModel, allowed: frozenset[str]) -> None:
     for name, module in model.named_modules():
         kind = type(module)
         known = kind.__name__ in allowed or kind in PER_TOKEN or kind.__name__ in activations
+        known = known or (isinstance(module, nn.Dropout) and module.p == 0)
         if not known or (isinstance(module, nn.Conv3d) and module.kernel_size != module.stride):
             raise UserError(
                 f"{type(model).__name__}: layer {name!r} is a {kind.__name__}, which has no rule for packing and CP. "

@@ -12,9 +12,14 @@ from typing import Any
 
 from transformers import (
     Gemma3TextConfig,
+    Glm4Config,
     GptOssConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5Config,
@@ -25,6 +30,7 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    SmolLM3Config,
 )
 
 from longspan.errors import UserError
@@ -182,11 +188,23 @@ def _gemma3(**over: Any) -> PretrainedConfig:
     return Gemma3TextConfig(**{**TEXT, **WINDOWED, **own, **named, **over})
 
 
+def _decoder(config: type[PretrainedConfig], architecture: str, **own: Any) -> Callable[..., PretrainedConfig]:
+    """A dense decoder with nothing of its own but `own`."""
+    named = {"tie_word_embeddings": False, "architectures": [architecture]}
+    return lambda **over: config(**{**TEXT, **named, **own, **over})
+
+
 TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "glm4": _decoder(Glm4Config, "Glm4ForCausalLM"),
+    "ministral": _decoder(MinistralConfig, "MinistralForCausalLM", **WINDOWED),
+    "olmo2": _decoder(Olmo2Config, "Olmo2ForCausalLM"),
+    "olmo3": _decoder(Olmo3Config, "Olmo3ForCausalLM", **WINDOWED),
+    "phi3": _decoder(Phi3Config, "Phi3ForCausalLM", sliding_window=8),
+    "smollm3": _decoder(SmolLM3Config, "SmolLM3ForCausalLM", no_rope_layers=[1, 0]),
     "qwen3_vl": _qwen3_vl,
     "qwen3_moe": _qwen3_moe,
     "qwen3_vl_moe": _qwen3_vl_moe,
