@@ -4,11 +4,13 @@ bound.
     python benchmarks/planner.py --json benchmarks/results/planner.json --megatron FOLDER
 
 Pure CPU, a few minutes. Cost: data/cost.py with H200 constants and Qwen3-1.7B. A makespan is the sum over micro-steps
-of the slowest rank; no fixed time per micro-step is counted, which favours megatron-core (it runs one forward a
-sample). FOLDER is where `pip install --no-deps --ignore-requires-python --target FOLDER megatron-core==0.19.2
-triton==3.7.1 packaging psutil` put its files; its `BalancedCPScheduler` is called as it ships, given the same token
-budget, and the CP size of each of its samples is read off its result. It does not see the cost model: it balances L^2
-/ cp.
+of the slowest rank; no fixed time per micro-step is counted. Bound: max(sum over samples of min over c of c * t(c) /
+ranks, max over samples of min over c of t(c)). FOLDER is where `pip install --no-deps --ignore-requires-python
+--target FOLDER megatron-core==0.19.2 triton==3.7.1 packaging psutil` put its files; its `BalancedCPScheduler` is
+called as it ships, given the same token budget, and the CP size of each of its samples is read off its result. It does
+not see the cost model: it balances L^2 / cp. It has no micro-steps within a group (one forward a sample, no packing,
+DDP), so that its makespan is the sum over groups
+of the slowest GPU: fewer barriers than FSDP can have, which flatters it here where samples are few.
 """
 
 import argparse
@@ -76,6 +78,13 @@ def public(count: int, rng: np.random.Generator) -> list[int]:
     return [int(rng.integers(PUBLIC_HISTOGRAM[b][0], PUBLIC_HISTOGRAM[b][1])) for b in bins]
 
 
+def million(count: int, rng: np.random.Generator) -> list[int]:
+    """Agents, and one row of 1M tokens in 64."""
+    lengths = agents(count, rng)
+    lengths[::64] = [1_000_000] * len(lengths[::64])
+    return lengths
+
+
 DISTRIBUTIONS: dict[str, Callable[[int, np.random.Generator], list[int]]] = {
     "uniform": uniform, "agents": agents, "one_long": one_long, "short": short, "bimodal": bimodal, "public": public,
 }  # fmt: skip
@@ -98,6 +107,7 @@ class Cell:
     over_static: float
     megatron_s: float | None
     over_megatron: float | None
+    megatron_over_bound: float | None
     idle_share: float
     rows_above_smallest: int  # rows at a CP size above what their tokens need
 
@@ -118,7 +128,8 @@ def megatron_makespan(lengths: list[int], ranks: int, budget: int, cost: CostMod
             for i in ids:
                 holders[i] = holders.get(i, 0) + 1
         seen += len(holders)
-        total += max(sum(cost(lengths[i], holders[i]) for i in ids) for ids in group)
+        times = {i: cost(lengths[i], holders[i]) for i in holders}
+        total += max(sum(times[i] for i in ids) for ids in group)
     assert seen == len(lengths), f"megatron-core planned {seen} of {len(lengths)} samples"
     return total
 
@@ -138,7 +149,7 @@ def above_smallest(plan: Plan, lengths: list[int], limits: Limits) -> int:
 
 
 def measure(name: str, ranks: int, samples: int, budget: int, scheduler: type | None, *, seed: int = 0) -> Cell:
-    lengths = DISTRIBUTIONS[name](samples, np.random.default_rng(seed))
+    lengths = (DISTRIBUTIONS | {"million": million})[name](samples, np.random.default_rng(seed))
     sizes = tuple(size for size in SIZES if size <= ranks)
     cost = CostModel(QWEN3_1_7B, Machine.load("h200"), num_ranks=ranks)
     limits = Limits(num_ranks=ranks, cp=1, budget=budget, sizes=sizes)
@@ -149,18 +160,20 @@ def measure(name: str, ranks: int, samples: int, budget: int, scheduler: type | 
     cp = next(size for size in sizes if size * budget >= max(lengths))
     fixed = make_plan(lengths, Limits(num_ranks=ranks, cp=cp, budget=budget), cost, step_cost=0.0)
     static = makespan(fixed, lengths, cost)
-    megatron = megatron_makespan(lengths, ranks, budget, cost, scheduler) if scheduler else None
+    megatron = None if scheduler is None else megatron_makespan(lengths, ranks, budget, cost, scheduler)
     return Cell(
         distribution=name, ranks=ranks, samples=samples, budget=budget, longest=max(lengths),
         micro_steps=len(plan.micro_steps), plan_s=round(plan_s, 3), makespan_s=ours, lower_bound_s=bound,
         over_bound=ours / bound, static_cp=cp, over_static=ours / static, megatron_s=megatron,
-        over_megatron=None if megatron is None else ours / megatron, idle_share=idle_share(plan, lengths, cost),
+        over_megatron=None if megatron is None else ours / megatron,
+        megatron_over_bound=None if megatron is None else megatron / bound,
+        idle_share=idle_share(plan, lengths, cost),
         rows_above_smallest=above_smallest(plan, lengths, limits),
     )  # fmt: skip
 
 
 def show(cell: Cell) -> None:
-    versus = "    -" if cell.over_megatron is None else f"{cell.over_megatron:5.3f}"
+    versus = "-" if cell.over_megatron is None else f"{cell.over_megatron:5.3f}"
     print(
         f"{cell.distribution:9} ranks {cell.ranks:5} samples {cell.samples:6} steps {cell.micro_steps:4} "
         f"plan {cell.plan_s:6.3f} s  /bound {cell.over_bound:6.4f}  /static(cp{cell.static_cp}) "
@@ -176,7 +189,7 @@ def main() -> None:
     parser.add_argument("--megatron", type=Path, help="folder that holds megatron-core 0.19.2")
     parser.add_argument("--budget", type=int, default=32768)
     parser.add_argument("--ranks", default="8,64")
-    parser.add_argument("--samples-per-rank", default="8,32,128")
+    parser.add_argument("--samples-per-rank", default="2,8,32,128")
     parser.add_argument("--large", action="store_true", help="also 1,024 ranks and rows of 1M tokens")
     args = parser.parse_args()
     scheduler = None
@@ -190,6 +203,13 @@ def main() -> None:
             for name in DISTRIBUTIONS:
                 cells.append(measure(name, ranks, ranks * each, args.budget, scheduler))
                 show(cells[-1])
+    if args.large:
+        for name, ranks, samples, budget in (
+            ("agents", 1024, 8192, 32768), ("agents", 1024, 32768, 32768), ("public", 1024, 32768, 32768),
+            ("million", 64, 512, 65536), ("million", 1024, 4096, 65536),
+        ):  # fmt: skip
+            cells.append(measure(name, ranks, samples, budget, None))
+            show(cells[-1])
     if args.json:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False

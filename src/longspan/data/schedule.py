@@ -23,7 +23,7 @@ from longspan.data.touch_up import OpenRow, Steps, even_out, polish
 SAMPLES_TRIED = 30_000  # thresholds tried: about this / samples, within 2..24, so that 10,000 samples take under 1 s
 EVEN = 1.05  # a sample this much taller than an even micro-step gets a micro-step of its own height
 CLOSE = 1.002  # of the lower bound: good enough to stop
-POLISHED = 2500  # samples of a batch up to which micro-steps exchange samples
+POLISHED = 40_000  # samples x ranks up to which more is tried and micro-steps exchange samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ def schedule(problem: Problem) -> Plan:
     best_time = math.inf
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     trials = [(_choose(times, fits, threshold), threshold) for threshold in _thresholds(problem, works, fits)]
-    if len(problem.order) <= POLISHED:  # as static CP would: at least so many ranks for every row
+    if (
+        len(problem.order) * problem.limits.num_ranks <= POLISHED
+    ):  # as static CP would: at least so many ranks for every row
         trials += [(np.maximum(fits.argmax(axis=0), k), trials[0][1]) for k in range(1, len(problem.sizes))]
     for sizes, threshold in trials:
         chosen: list[int] = sizes.tolist()
@@ -65,7 +67,7 @@ def schedule(problem: Problem) -> Plan:
             continue
         seen.add(key)
         candidates = _candidates(problem, chosen, counts)
-        if len(problem.order) <= POLISHED:
+        if len(problem.order) * problem.limits.num_ranks <= POLISHED:
             candidates.append(_stacks(problem, chosen))
         for steps in candidates:
             time = total_time(steps, problem.step_cost)
@@ -75,7 +77,7 @@ def schedule(problem: Problem) -> Plan:
             break
     assert best is not None
     _even_out(best, problem)
-    if len(problem.order) <= POLISHED:
+    if len(problem.order) * problem.limits.num_ranks <= POLISHED:
         polish(best, problem.weights, problem.times, problem.limits)
     return _plan(best, problem.limits)
 
@@ -178,7 +180,7 @@ def _shelves(rows: Sequence[OpenRow], problem: Problem) -> Steps:
             free.append(problem.limits.num_ranks)
         steps[number].append(row)
         free[number] -= row.size
-    if len(problem.order) <= POLISHED:
+    if len(problem.order) * problem.limits.num_ranks <= POLISHED:
         _even_out(steps, problem)
     return steps
 

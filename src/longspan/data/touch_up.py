@@ -24,6 +24,7 @@ class OpenRow:
 
 
 Steps = list[list[OpenRow]]
+GAIN = 2e-3  # of a row's time: what a move between rows must bring
 
 
 def even_out(rows: list[OpenRow], weights: Weights, times: Times, limits: Limits) -> None:
@@ -98,47 +99,58 @@ def _widen(rows: list[OpenRow], idle: int, weights: Weights, times: Times, limit
 
 def polish(steps: Steps, weights: Weights, times: Times, limits: Limits) -> None:
     """Between micro-steps, until nothing moves (at most four rounds)."""
-    positions = {size: k for k, size in enumerate(limits.all_sizes)}
-    capacities = [limits.capacity(size) for size in limits.all_sizes]
+    shifts = _Shifts(weights, times, {size: k for k, size in enumerate(limits.all_sizes)}, limits)
     for _ in range(4):
         moved = False
-        for number, rows in enumerate(steps):
+        for rows in steps:
             lasts = [max(row.height for row in others) for others in steps]
             spare = [
-                (row, positions[row.size], last)
-                for other, (others, last) in enumerate(zip(steps, lasts, strict=True))
+                (row, last)
+                for others, last in zip(steps, lasts, strict=True)
                 for row in others
-                if other != number and row.height < last
+                if others is not rows and row.height < last
             ]
-            while _give(rows, spare, positions, capacities, weights, times):
+            while shifts.relieve(rows, spare):
                 moved = True
         if not moved:
             return
 
 
-def _give(
-    rows: list[OpenRow],
-    spare: list[tuple[OpenRow, int, float]],
-    positions: dict[int, int],
-    capacities: list[int],
-    weights: Weights,
-    times: Times,
-) -> bool:
-    """The slowest row gives a sample to a spare row (with its size number and the time it may end), if that helps."""
-    row = max(rows, key=lambda row: row.height)
-    rest = max((other.height for other in rows if other is not row), default=0.0)
-    if len(row.samples) < 2 or rest >= row.height * (1 - 1e-9):
-        return False
-    k = positions[row.size]
-    for i in sorted(row.samples, key=lambda i: (-times[k][i], i)):
-        for other, j, end in spare:
-            if other.height + times[j][i] > end:
-                continue
-            if weights[j][i] + sum(weights[j][o] for o in other.samples) > capacities[j]:
-                continue
-            row.samples.remove(i)
-            row.height = sum(times[k][o] for o in row.samples)
-            other.samples.append(i)
-            other.height += times[j][i]
+@dataclass(frozen=True, slots=True)
+class _Shifts:
+    """Moves and swaps of samples between rows."""
+
+    weights: Weights
+    times: Times
+    positions: dict[int, int]  # CP size -> its number
+    limits: Limits
+
+    def relieve(self, rows: list[OpenRow], spare: list[tuple[OpenRow, float]]) -> bool:
+        """Makes the slowest row shorter if it is the only slowest. spare: other rows, and when each must end."""
+        row = max(rows, key=lambda row: row.height)
+        beside = [(other, row.height * (1 - GAIN)) for other in rows if other is not row]
+        if any(other.height > row.height * (1 - GAIN) for other, _ in beside):
+            return False
+        offers = [*beside, *spare]
+        mine = sorted(row.samples, key=lambda i: (-self.times[self.positions[row.size]][i], i))
+        if len(mine) > 1 and any(self._shift(row, other, [i], [], end) for i in mine for other, end in offers):
             return True
-    return False
+        return any(
+            self._shift(row, other, [i], [o], end) for i in mine for other, end in offers for o in list(other.samples)
+        )
+
+    def _shift(self, row: OpenRow, other: OpenRow, given: list[int], taken: list[int], end: float) -> bool:
+        k, j = self.positions[row.size], self.positions[other.size]
+        there = other.height + sum(self.times[j][i] for i in given) - sum(self.times[j][i] for i in taken)
+        here = row.height - sum(self.times[k][i] for i in given) + sum(self.times[k][i] for i in taken)
+        if there > end or here > row.height * (1 - GAIN):
+            return False
+        theirs = [i for i in other.samples if i not in taken] + given
+        ours = [i for i in row.samples if i not in given] + taken
+        if sum(self.weights[j][i] for i in theirs) > self.limits.capacity(other.size):
+            return False
+        if sum(self.weights[k][i] for i in ours) > self.limits.capacity(row.size):
+            return False
+        row.samples, row.height = ours, sum(self.times[k][i] for i in ours)
+        other.samples, other.height = theirs, sum(self.times[j][i] for i in theirs)
+        return True
