@@ -36,7 +36,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("longspan.engine.plan_command:main", "show how a batch would be cut: micro-steps, ranks, memory"),
     "bench": Command("longspan.engine.bench_command:main", "measure tokens a second and memory of a layout"),
     "export": Command(
-        "longspan.engine.export_command:main", "longspan export RUN OUT: a run's weights as a Hugging Face folder"
+        "longspan.rl.export_command:main", "longspan export RUN OUT: a run's weights as a Hugging Face folder"
     ),
 }
 
