@@ -51,9 +51,7 @@ class Request:
 
 def compare(request: Request) -> list[Cell]:
     """All cells of all layouts, in the order asked."""
-    reference = Reference(
-        request.model, dtype=ORACLE_DTYPE[request.dtype], seed=request.seed, value_head=request.backend == "fsdp"
-    )
+    reference = Reference(request.model, dtype=ORACLE_DTYPE[request.dtype], seed=request.seed, value_head=True)
     plan, truth = prepare(request, reference)
     with TemporaryDirectory(prefix="longspan-parity-") as folder:
         path = Path(folder) / "truth.pt"
