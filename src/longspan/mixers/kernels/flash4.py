@@ -90,8 +90,7 @@ def _windows(causal: bool, left: int) -> dict[str, bool | int | None]:
     return {"causal": False, "window_size_left": left, "window_size_right": 0 if causal else None}
 
 
-@torch.library.custom_op("longspan::flash4_forward", mutates_args=(), device_types="cuda")
-def flash4_forward(
+def forward_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,13 +118,17 @@ def flash4_forward(
     return out, lse
 
 
+flash4_forward = torch.library.custom_op(
+    "longspan::flash4_forward", forward_kernel, mutates_args=(), device_types="cuda"
+)
+
+
 @flash4_forward.register_fake
 def _(q, k, v, cu_q, cu_k, max_q, max_k, causal, left, scale):
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("longspan::flash4_backward", mutates_args=(), device_types="cuda")
-def flash4_backward(
+def backward_kernel(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -158,6 +161,11 @@ def flash4_backward(
         **_windows(causal, left),
     )[:3]
     return dq, dk, dv
+
+
+flash4_backward = torch.library.custom_op(
+    "longspan::flash4_backward", backward_kernel, mutates_args=(), device_types="cuda"
+)
 
 
 @flash4_backward.register_fake
