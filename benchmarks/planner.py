@@ -215,7 +215,8 @@ def main() -> None:
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
         record = {
-            "command": " ".join(sys.argv), "commit": commit, "python": platform.python_version(), "numpy": np.__version__,
+            "command": " ".join(sys.argv), "commit": commit,
+            "python": platform.python_version(), "numpy": np.__version__,
             "machine": platform.processor() or platform.machine(), "model": asdict(QWEN3_1_7B), "cost": "h200",
             "cells": [asdict(cell) for cell in cells],
         }  # fmt: skip

@@ -118,32 +118,38 @@ def allocated_peak(run) -> int:
     return int(np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).max())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_activations_against_what_autograd_allocates(family, recompute):
-    """Never below the true peak, and at most 12 % above it (MoE and fp32 are the loosest)."""
-    tokens = 1024
+@pytest.mark.parametrize(
+    ("family", "recompute", "dtype"),
+    [
+        ("qwen3", "none", torch.bfloat16),
+        ("qwen3", "full", torch.bfloat16),
+        ("llama", "full", torch.float32),
+        ("qwen3_moe", "none", torch.float32),
+    ],
+)
+def test_activations_against_what_autograd_allocates(family, recompute, dtype):
+    """Never below the true peak, and at most 10 % above it."""
+    tokens = 2048  # so many that the weights do not matter
     config = tiny(family, hidden_size=64, intermediate_size=160, head_dim=16, num_hidden_layers=6)
     config._attn_implementation = "sdpa"
-    for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-        if recompute == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-        ids = torch.zeros(1, tokens, dtype=torch.long)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    if recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    ids = torch.zeros(1, tokens, dtype=torch.long)
 
-        def run(model=model, ids=ids) -> None:
-            model.model(ids, use_cache=False).last_hidden_state.sum().backward()
+    def run() -> None:
+        model.model(ids, use_cache=False).last_hidden_state.sum().backward()
 
-        run()
-        model.zero_grad()
-        shape = ModelShape.from_config(config.to_dict())
-        parts = MemoryModel(shape, 1, recompute, bytes_per_value=dtype.itemsize).parts(tokens)
-        outside = sum(p.numel() * p.element_size() for p in model.parameters())  # gradients, in the model's dtype
-        outside += tokens * 2 * 16 * dtype.itemsize  # rope's cos and sin
-        if recompute == "none":
-            outside += tokens * 64 * (4 + 2 * dtype.itemsize)  # the final norm
-        predicted, true = (parts["activations"] + parts["layer"] + outside) * 1.02, allocated_peak(run)
-        assert true <= predicted <= 1.15 * true, (dtype, predicted / true)
+    run()
+    model.zero_grad()
+    shape = ModelShape.from_config(config.to_dict())
+    parts = MemoryModel(shape, 1, recompute, bytes_per_value=dtype.itemsize).parts(tokens)
+    outside = sum(p.numel() * p.element_size() for p in model.parameters())  # gradients, in the model's dtype
+    outside += tokens * 2 * 16 * dtype.itemsize  # rope's cos and sin
+    if recompute == "none":
+        outside += tokens * 64 * (4 + 2 * dtype.itemsize)  # the final norm
+    predicted, true = (parts["activations"] + parts["layer"] + outside) * 1.02, allocated_peak(run)
+    assert true <= predicted <= 1.1 * true, predicted / true
 
 
 def test_memory_grows_with_tokens_and_shrinks_with_ranks_and_policy():

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ class Image:
     """One picture: a path, a PIL image, or pixels [H, W, 3] ([H, W] is grey)."""
 
     source: ImageSource
+    _key: list[Key] = field(default_factory=list, init=False, repr=False)  # of pixels, once asked for
 
     def __post_init__(self) -> None:
         if isinstance(self.source, np.ndarray | Tensor):
@@ -66,7 +67,9 @@ class Image:
     def key(self) -> Key:
         """Equal for equal pictures."""
         if isinstance(self.source, np.ndarray | Tensor | PIL.Image.Image):
-            return _hash(np.asarray(self.load()))
+            if not self._key:
+                self._key.append(_hash(np.asarray(self.load())))
+            return self._key[0]
         return _path_key(Path(self.source))
 
 

@@ -161,14 +161,14 @@ class MemoryModel:
         shape, b = self.shape, self.bytes_per_value
         router = 4 * shape.experts + 4
         chosen = 2 * shape.hidden * b + 4 * shape.expert_mlp * b + 5 * 8 + 4 + 1 + b
-        return router + shape.experts_per_token * chosen + 4 * shape.shared_mlp * b + 2 * shape.hidden * b
+        return router + shape.experts_per_token * chosen + 4 * shape.shared_mlp * b
 
     def _gradient_token_bytes(self) -> float:
-        """Gradients alive at the top of a layer's backward, where all it kept is still there: hidden, twice, and one
-        of the MLP's width (its matmul's input is freed as the next appears)."""
+        """Gradients alive at the top of a layer's backward, where all it kept is still there: hidden, once more in
+        fp32, and one of the MLP's width (its matmul's input is freed as the next appears)."""
         shape = self.shape
         wide = max(shape.mlp, shape.expert_mlp * shape.experts_per_token, shape.shared_mlp)
-        return (wide + 2 * shape.hidden) * self.bytes_per_value
+        return wide * self.bytes_per_value + shape.hidden * (self.bytes_per_value + 4)
 
     def _head(self, tokens: int) -> float:
         shape, b = self.shape, self.bytes_per_value
