@@ -13,6 +13,7 @@ from torch import Tensor
 from longspan.objective import Objective
 from longspan.parity import formulas
 
+ROUTER_TERMS = ("moe_aux", "moe_z")
 EXTRAS = ("kl", "entropy", "value")  # settings that are coefficients of token terms beside the main loss
 
 
@@ -41,6 +42,10 @@ class Case:
             (name, float(self.settings[name]), formulas.EXTRA_TERMS[name]) for name in EXTRAS if name in self.settings
         ]
         return [main, *extra]
+
+    def router_terms(self) -> list[tuple[str, float]]:
+        """(name, coefficient) of the terms that routers make, one number a sample."""
+        return [(name, float(self.settings[name])) for name in ROUTER_TERMS if name in self.settings]
 
 
 PPO = {"clip": 0.2, "clip_high": 0.25, "dual_clip": 3.0}
@@ -71,8 +76,9 @@ ALL = {"kl": 0.1, "entropy": 0.01}
 STEP_CASE = Case("steps", "ppo", {**PPO, **ALL}, "sample")
 
 
-def default_cases(*, value_head: bool) -> tuple[Case, ...]:
+def default_cases(*, value_head: bool, moe: bool = False) -> tuple[Case, ...]:
     """Every loss alone, every extra term, every rule, and all terms together."""
+    routers = (Case("moe_aux", "reinforce", {"moe_aux": 1.0}), Case("moe_z", "reinforce", {"moe_z": 1.0}, "sample"))
     together = {**PPO, **ALL, **({"value": 0.5, "value_clip": 0.2} if value_head else {})}
     values = VALUE if value_head else ()
-    return (*LOSSES, *values, *TERMS, *RULES, Case("together", "ppo", together, "sample"))
+    return (*LOSSES, *values, *TERMS, *(routers if moe else ()), *RULES, Case("together", "ppo", together, "sample"))

@@ -100,24 +100,24 @@ def check_layout(name: str, plan: Plan, truth: Truth, *, compares: bool = True) 
     lengths = [len(sample) for sample in plan.samples]
     layout = plan.config.layout
     if {"logprob", "leak"} & set(plan.checks):
-        engine = Engine.build(replace(plan.config, max_tokens_per_rank=_roomy(lengths, layout.cp)))
+        engine = Engine.build(replace(plan.config, max_tokens_per_rank=roomy_budget(lengths, layout.cp)))
         if "logprob" in plan.checks:
             _logprob("packed", engine, plan, truth, findings)
         if "leak" in plan.checks:
             _leak(engine, plan, findings)
         del engine
-    engine = Engine.build(replace(plan.config, max_tokens_per_rank=_tight(lengths, layout.cp, layout.dp)))
+    engine = Engine.build(replace(plan.config, max_tokens_per_rank=tight_budget(lengths, layout.cp, layout.dp)))
     for check, run in CHECKS.items():
         if check in plan.checks:
             run(engine, plan, truth, findings)
     return findings
 
 
-def _roomy(lengths: Sequence[int], cp: int) -> int:
+def roomy_budget(lengths: Sequence[int], cp: int) -> int:
     return sum(lengths) + 2 * cp * (len(lengths) + 1)
 
 
-def _tight(lengths: Sequence[int], cp: int, dp: int) -> int:
+def tight_budget(lengths: Sequence[int], cp: int, dp: int) -> int:
     """Fits the longest sample; at least two micro-steps when there is work for them."""
     longest = -(-max(lengths) // (2 * cp)) * 2
     half = -(-sum(lengths) // (2 * cp * dp))

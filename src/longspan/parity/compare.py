@@ -13,7 +13,7 @@ import torch
 
 from longspan.data import Sample
 from longspan.engine import EngineConfig
-from longspan.errors import RankError, UserError
+from longspan.errors import LongspanError, RankError, UserError
 from longspan.launch import launch, world
 from longspan.layout import Layout
 from longspan.parity.cases import STEP_CASE, Case, default_cases
@@ -74,13 +74,14 @@ def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
     if samples is None:
         samples = default_samples(reference, request.lengths)
     samples = fill_fields(samples, reference)
-    cases = request.cases if request.cases is not None else default_cases(value_head=reference.value_head is not None)
+    value_head, moe = reference.value_head is not None, is_moe(reference)
+    cases = request.cases if request.cases is not None else default_cases(value_head=value_head, moe=moe)
     config = EngineConfig(
         model=request.model,
         backend=request.backend,
         dtype=request.dtype,
         seed=request.seed,
-        value_head=reference.value_head is not None,
+        value_head=value_head,
         recompute=request.recompute,
         dynamic_cp=request.dynamic_cp,
     )
@@ -92,7 +93,7 @@ def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
         checks=request.checks,
         steps=request.steps,
         probes=probes_of(reference, samples) if "leak" in request.checks else (),
-        exact_leak=not is_moe(reference),
+        exact_leak=not moe,
     )
     return plan, answers(reference, plan)
 
@@ -167,16 +168,22 @@ def _run(request: Request, plan: Plan, truth: Path, layouts: Mapping[str, Layout
             device=request.device,
         )
     except RankError as error:
-        return [Cell(name, "run", "", float("inf"), 0.0, str(error).splitlines()[0]) for name in layouts]
+        return [Cell(name, "run", "", float("inf"), 0.0, brief(error)) for name in layouts]
     except UserError as error:
         if request.plant is None:
             raise
-        return [Cell(name, "run", "", float("inf"), 0.0, str(error).splitlines()[0]) for name in layouts]
+        return [Cell(name, "run", "", float("inf"), 0.0, brief(error)) for name in layouts]
     cells = []
     for name in layouts:
         cells += results[0][name][0]
         cells.append(rank_cell(name, [result[name][1] for result in results]))
     return cells
+
+
+def brief(error: LongspanError) -> str:
+    """First and last line of a failure: which rank, and what it said."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
 
 
 def rank_cell(layout: str, digests: Sequence[str]) -> Cell:

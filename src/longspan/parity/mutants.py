@@ -23,7 +23,7 @@ from longspan.layout import parse_layout
 from longspan.parity.cases import default_cases
 from longspan.parity.cells import Cell
 from longspan.parity.checks import ALL_CHECKS, Plan, Truth, check_layout
-from longspan.parity.compare import Request, prepare, rank_cell
+from longspan.parity.compare import Request, brief, prepare, rank_cell
 from longspan.parity.faults import FAULTS, planted, resolve
 from longspan.parity.mutation import Fault
 from longspan.parity.reference import Reference
@@ -92,8 +92,7 @@ def _group(model: str, layout_name: str, faults: Sequence[Fault], *, quick: bool
             try:
                 verdicts += _launch([name], plan, path, quick=quick, timeout_s=hang_s)
             except LongspanError as error:
-                first = str(error).strip().splitlines()[-1]
-                verdicts.append(Verdict(name, (Cell(layout_name, "run", "", float("inf"), 0.0, first),)))
+                verdicts.append(Verdict(name, (Cell(layout_name, "run", "", float("inf"), 0.0, brief(error)),)))
     return verdicts
 
 

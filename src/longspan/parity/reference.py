@@ -28,6 +28,7 @@ from longspan.parity.cases import Case
 from longspan.parity.formulas import Tokens
 from longspan.parity.oracle_attention import use_plain_layers
 from longspan.parity.oracle_media import MediaInputs, hidden_with_media
+from longspan.parity.oracle_routers import RouterLog
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_: coefficient = clip / (norm + 1e-6), at most 1
 
@@ -112,12 +113,18 @@ class Reference:
         gradients.
         """
         terms = case.terms()
-        weights = {name: self._weights(samples, name, case) for name, _, _ in terms}
+        coefficients = {name: coefficient for name, coefficient, _ in terms} | dict(case.router_terms())
+        weights = {name: self._weights(samples, name, case) for name in coefficients}
         sums = dict.fromkeys(weights, 0.0)
         seen = []
         for number, sample in enumerate(samples):
-            tokens = self.outputs(sample, value=case.uses_value)
+            with RouterLog(self.model) as routers:
+                tokens = self.outputs(sample, value=case.uses_value)
             loss = torch.zeros((), dtype=self.dtype)
+            for name, coefficient in case.router_terms():
+                term = routers.losses()[name] * weights[name][number].sum()
+                loss = loss + coefficient * term
+                sums[name] += float(term.detach())
             for name, coefficient, formula in terms:
                 weight = weights[name][number]
                 term = (formula(replace(tokens, mask=(weight > 0).to(self.dtype)), case.settings) * weight).sum()
@@ -128,7 +135,7 @@ class Reference:
                 (replace(tokens, mask=(weights[case.loss][number] > 0).to(self.dtype)), weights[case.loss][number])
             )
         metrics = {f"loss/{name}": value for name, value in sums.items()}
-        metrics["loss/total"] = sum(coefficient * sums[name] for name, coefficient, _ in terms)
+        metrics["loss/total"] = sum(coefficient * sums[name] for name, coefficient in coefficients.items())
         metrics |= formulas.metrics(seen, case.loss, case.settings)
         return Result(metrics, self.gradients())
 

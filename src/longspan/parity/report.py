@@ -1,22 +1,25 @@
 """What `longspan parity` shows: a table with a row a layout, the worst token and the worst parameter, and JSON."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from longspan.parity.cells import Cell, worst
 
 COLUMNS = ("logprob", "gradient", "metrics", "calls", "leak", "weights", "ranks")
+WIDTH = 110  # columns of a log file
 NAMED = ("logprob", "gradient")  # what the lines under the table name
 
 
 def render(cells: Sequence[Cell], title: str, plant: str | None = None) -> None:
     """Print the table and, below it, where the worst figures stand."""
-    console = Console()
-    table = Table(title=title)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    table = Table(title=title, box=box.SIMPLE)
     table.add_column("layout", no_wrap=True)
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)

@@ -1,0 +1,80 @@
+"""`longspan`: the table of commands, exit statuses, and a help that loads no model code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longspan import cli
+from longspan.parity import command
+from longspan.parity.cells import Cell
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+
+
+def test_help_loads_no_models() -> None:
+    code = "import sys; from longspan.cli import main; main(['--help']); assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["parity", "--no-such-option", "1"]])
+def test_usage_errors_are_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert any(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layouts", "cp2-nonsense"], "nonsense"),
+        (["--layouts", ","], "names no layout"),
+        (["--plant", "nonsense"], "no fault we know"),
+        (["--model", "tiny:nonsense"], "nonsense"),
+        (["--lengths", "3,x"], "whole numbers"),
+        (["--samples", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--samples", "a.jsonl", "--lengths", "3"], "Give one of them"),
+        (["--layouts", "cp3-ulysses"], "divisible by 3"),
+        (["--backend", "nonsense"], "nonsense"),
+    ],
+)
+def test_parity_refuses_by_name(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["parity", "--model", "tiny:qwen3", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err + shown.out
+
+
+def test_a_miss_is_status_1_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report names the worst token and parameter; the JSON has the pinned keys."""
+    cells = [
+        Cell("cp2-ring", "logprob", "packed", 1e-3, 1e-8, "sample 2, position 17"),
+        Cell("cp2-ring", "gradient", "ppo", float("inf"), 1e-8, "model.embed_tokens.weight"),
+        Cell("cp2-ring", "calls", "parts", 1e-15, 1e-12, "lm_head.weight"),
+    ]
+    monkeypatch.setattr(command, "compare", lambda request: cells)
+    out = tmp_path / "out.json"
+    assert cli.main(["parity", "--model", "tiny:qwen3", "--plant", "shift", "--json", str(out)]) == 1
+    shown = capsys.readouterr().out
+    assert "sample 2, position 17" in shown and "model.embed_tokens.weight" in shown
+    assert "'shift': caught by gradient, logprob" in shown
+    found = json.loads(out.read_text())
+    assert found["worst_logprob"] == 1e-3 and found["worst_gradient"] == "inf" and found["worst_calls"] == 1e-15
+    assert found["passed"] is False and [cell["passed"] for cell in found["cells"]] == [False, False, True]
+
+
+def test_parity_runs_and_passes(tmp_path: Path) -> None:
+    """One process, from the command line to the JSON; then the same with a fault planted."""
+    out = tmp_path / "out.json"
+    base = ["parity", "--model", "tiny:qwen3", "--layouts", "dp1", "--lengths", "5,1,3", "--device", "cpu"]
+    assert cli.main([*base, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["passed"] and found["worst_logprob"] < 1e-8 and found["worst_gradient"] < 1e-8
+    assert {cell["layout"] for cell in found["cells"]} == {"dp1"}
+    assert cli.main([*base, "--plant", "temperature-late"]) == 1
