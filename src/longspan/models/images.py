@@ -90,12 +90,9 @@ class MediaReader:
 
     def pixels(self, media: Image | Video) -> Tensor:
         """Patches [t*h*w, C] fp32, in the order that the tower expects."""
-        if isinstance(media, Image):
-            return self.processor(images=[media.load()], return_tensors="pt")["pixel_values"]
-        frames = media.load()  # [F, H, W, 3] uint8
+        frames = [media.load()] if isinstance(media, Image) else [PIL.Image.fromarray(frame) for frame in media.load()]
         height, width = self.resized(media, len(frames))
-        resample = self.processor.resample
-        resized = [np.asarray(PIL.Image.fromarray(frame).resize((width, height), resample)) for frame in frames]
+        resized = [np.asarray(frame.resize((width, height), self.processor.resample)) for frame in frames]
         return torch.from_numpy(self._patchify(np.stack(resized).transpose(0, 3, 1, 2)))
 
     def _patchify(self, frames: np.ndarray) -> np.ndarray:
