@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from longspan.data.plan import Limits, default_cost, lower_bound, makespan, padded_length
+from longspan.data.plan import Limits, lower_bound, makespan, padded_length
 from longspan.data.planner import make_plan
 
 
