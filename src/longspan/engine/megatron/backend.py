@@ -57,8 +57,8 @@ class MegatronBackend:
         for step in steps:
             if step.context.moe is not None and self.groups.pp.size > 1:
                 raise UserError(
-                    f"pp={self.groups.pp.size}: recorded or replayed routes and moe_aux or moe_z need every router on the last "
-                    "stage, which is not built. Set pp=1 for them"
+                    f"pp={self.groups.pp.size}: recorded or replayed routes and moe_aux or moe_z need every router on "
+                    "the last stage, which is not built. Set pp=1 for them"
                 )
             yield step
 
@@ -143,11 +143,13 @@ class MegatronBackend:
         gradients = self._reduced()
         norm = self._norm(gradients)
         if not torch.isfinite(norm):
-            broken = sorted(p.name for n, g in gradients.items() if not torch.isfinite(g).all() for p in self.table[n].parts)
+            broken = sorted(
+                p.name for n, g in gradients.items() if not torch.isfinite(g).all() for p in self.table[n].parts
+            )
             raise UserError(
                 f"the gradient norm is {float(norm)}: no step was taken and the weights are unchanged. Parameters with "
-                f"non-finite gradients on rank {self.mesh.rank}: {broken[:3] or 'none here'}. Call engine.clear_gradients() "
-                "to drop this batch and go on"
+                f"non-finite gradients on rank {self.mesh.rank}: {broken[:3] or 'none here'}. "
+                "Call engine.clear_gradients() to drop this batch and go on"
             )
         coefficient = clip_coefficient(norm, settings.clip_norm)
         self.clear_gradients()
@@ -178,8 +180,8 @@ class MegatronBackend:
             self.optimizer = make_optimizer(settings, [self.masters[name] for name, _ in self.trainable()])
         if type(self.optimizer).__name__ != type(settings).__name__:
             raise UserError(
-                f"this engine steps with {type(self.optimizer).__name__}; {type(settings).__name__} would ignore its state. "
-                "Use one optimizer for a run"
+                f"this engine steps with {type(self.optimizer).__name__}; {type(settings).__name__} would ignore its "
+                "state. Use one optimizer for a run"
             )
         for group in self.optimizer.param_groups:
             group.update(settings.options())
@@ -213,8 +215,12 @@ class MegatronBackend:
         saved = json.loads((folder / "backend.json").read_text())
         shapes = {name: list(shape) for name, shape in self.built.shapes.items()}
         if saved["shapes"] != shapes:
-            wrong = [name for name in sorted({*shapes, *saved["shapes"]}) if shapes.get(name) != saved["shapes"].get(name)]
-            raise CheckpointError(f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded")
+            wrong = [
+                name for name in sorted({*shapes, *saved["shapes"]}) if shapes.get(name) != saved["shapes"].get(name)
+            ]
+            raise CheckpointError(
+                f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded"
+            )
         self.optimizer = None
         kind = saved["optimizers"].get("") if optimizer else None
         if kind is not None:
@@ -254,7 +260,9 @@ class MegatronBackend:
         whole = torch.empty(self.built.shapes[part.name], device="meta")
         real = local(piece, part, self._rows(part), group).contiguous()
         mesh = self.built.meshes[part.axis]
-        return DTensor.from_local(real, mesh, [Shard(part.dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+        return DTensor.from_local(
+            real, mesh, [Shard(part.dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
     def _fill(self, state: dict[str, Tensor]) -> None:
         """Copy loaded pieces back into weights and moments."""

@@ -1,7 +1,7 @@
 """From a Hugging Face adapter to this rank's stage: refusals, modules, weights tensor by tensor, freezing, masters.
 
-The adapter's own decoder gives up each tensor as soon as its part is copied (parameters go to the meta device), so the peak
-is the loaded model plus one shard.
+The adapter's own decoder gives up its tensors when this rank's parts are copied (its parameters go to the meta device):
+the peak is the loaded model plus one shard.
 """
 
 import fnmatch
@@ -54,11 +54,10 @@ def build_stage(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Grou
     _load(stage, table, whole, shape, groups)
     _release(adapter, stage)
     stage.to(mesh.device)
-    masters = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
-    if compute == master:
-        masters = dict(stage.named_parameters())
-    else:
-        stage.to(compute)
+    masters: dict[str, Tensor] = {}
+    for name, parameter in stage.named_parameters():
+        masters[name] = parameter if compute == master else parameter.detach()
+        parameter.data = parameter.data.to(compute)  # parameters only: buffers are RoPE frequencies and stay fp32
     _freeze(stage, table, frozen)
     for name, parameter in stage.named_parameters():
         masters[name].requires_grad_(parameter.requires_grad)
@@ -105,7 +104,9 @@ def _frozen(freeze: tuple[str, ...], adapter: Adapter, names: list[str]) -> set[
             if (any(name.startswith(p) for p in parts[entry]) if entry in parts else fnmatch.fnmatch(name, entry))
         }
         if not matched:
-            raise UserError(f"freeze={entry!r} matches no parameter. Parts of this model: {sorted(parts)}; or use a name pattern")
+            raise UserError(
+                f"freeze={entry!r} matches no parameter. Parts of this model: {sorted(parts)}; or use a name pattern"
+            )
         frozen |= matched
     if frozen == set(names):
         raise UserError(f"freeze={freeze} leaves nothing to train")

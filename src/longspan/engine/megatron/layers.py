@@ -2,8 +2,8 @@
 
 Norm: Hugging Face's RMSNorm, bit for bit (megatron-core's torch norm refuses sequence parallelism).
 Column, Row: megatron-core's linears. Under sequence parallelism their collectives are the project's, because
-megatron-core's allocate on CUDA by name; megatron-core itself is told sequence_parallel=False. Cost: no overlap of the
-gather with a matmul, and the gathered input stays for backward (recomputed with the layer under recomputation).
+megatron-core's allocate on CUDA by name; megatron-core itself is told sequence_parallel=False. Only a rank's own rows
+stay for backward. Cost: a gather does not overlap with a matmul.
 CoreAttention: rope from the angles of `StreamParams`, then the micro-step's mixer.
 """
 
@@ -16,9 +16,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longspan.engine.megatron.collectives import pad_rows
+from longspan.engine.megatron.collectives import gather_linear, pad_rows
 from longspan.layout import CPGroup
-from longspan.mixers.collectives import all_gather, reduce_scatter
+from longspan.mixers.collectives import reduce_scatter
 from longspan.models.adapter import Context
 
 __all__ = ["Column", "CoreAttention", "Norm", "Row", "StreamParams"]
@@ -58,9 +58,9 @@ class Column(ColumnParallelLinear):
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
         if self.rows is None:
             return super().forward(input_, weight, runtime_gather_output)
-        whole = all_gather(input_, self.rows)  # [T / tp, 1, E] -> [T, 1, E]; backward reduce-scatters
         bias = None if self.skip_bias_add else self.bias
-        return functional.linear(whole, self.weight, bias), self.bias if self.skip_bias_add else None
+        out = gather_linear(input_, self.weight, bias, self.rows)
+        return out, self.bias if self.skip_bias_add else None
 
 
 class Row(RowParallelLinear):
@@ -80,7 +80,7 @@ class Row(RowParallelLinear):
 
 
 class CoreAttention(nn.Module):
-    """q [T, H / tp, D], k, v [T, H_kv / tp, D] -> [T, 1, H / tp * D]; rows past the stream's are sequence-parallel padding."""
+    """q [T, H / tp, D], k, v [T, H_kv / tp, D] -> [T, 1, H / tp * D]; rows past the stream's are padding."""
 
     def __init__(self, *, windows: tuple[int | None, ...], layer_number: int, config: Any, **_: object) -> None:
         super().__init__()

@@ -3,8 +3,8 @@
 Hugging Face keeps what knows no tensor parallelism: RoPE tables, the vision tower, expert blocks. megatron-core has
 embeddings, attention projections, MLPs and the layer loop. T_local tokens come in; under sequence parallelism rows are
 padded to a multiple of tp, cut, and whole again before the head.
-Head: its vocabulary shards are gathered once a micro-step (V * E elements, freed after backward) and every tensor-parallel
-rank repeats it on all its tokens: exact, at tp times the head's FLOPs.
+Head: its vocabulary shards are gathered once a micro-step (V * E elements, freed after backward) and every
+tensor-parallel rank repeats it on all its tokens: exact, at tp times the head's FLOPs.
 """
 
 import copy
@@ -68,7 +68,7 @@ class Stage(nn.Module):
         self.recompute = False
 
     def forward(self, step: MicroStep, incoming: Tensor | None, program: Program) -> Tensor:
-        """incoming: hidden states of the stage before, None on the first. Out: hidden states, on the last the program's sum."""
+        """incoming: hidden states of the stage before; None on the first. The last returns the program's sum."""
         params, hidden = self._enter(step)
         hidden = hidden if incoming is None else incoming
         for layer in self.gpt.decoder.layers:

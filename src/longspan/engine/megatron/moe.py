@@ -1,9 +1,9 @@
-"""Mixture-of-experts blocks in a megatron-core layer: the project's exact experts in the place of megatron-core's MoELayer.
+"""Mixture-of-experts blocks in a megatron-core layer: the project's exact experts in place of megatron-core's MoELayer.
 
-Why not MoELayer: its auxiliary losses are per micro-batch and multiplied by token counts, its router cannot replay recorded
-routes, and its dispatcher needs CUDA. Hugging Face's block with the project's dropless experts (models/experts.py) already
-has per-sample losses, records, replay and expert parallelism. Experts spread over data ranks; tensor-parallel ranks repeat
-the block on all tokens (cost: tp times the expert FLOPs and weights a rank).
+Why not MoELayer: its auxiliary losses are per micro-batch and multiplied by token counts, its router cannot replay
+recorded routes, and its dispatcher needs CUDA. Hugging Face's block with the project's dropless experts
+(models/experts.py) already has per-sample losses, records, replay and expert parallelism. Experts spread over data
+ranks; tensor-parallel ranks repeat the block on all tokens (cost: tp times the expert FLOPs and weights a rank).
 """
 
 from typing import Any

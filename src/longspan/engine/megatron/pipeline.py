@@ -1,10 +1,10 @@
 """One forward, one backward: micro-steps through the stages of a pipeline, without interleaving.
 
-Stage s of S runs S - 1 - s forwards ahead of its first backward and then alternates, so it holds at most S - s micro-steps.
-The number of micro-steps need not be known in advance, nor be equal for other data ranks. Sends never wait: every receive
-finds its send posted, whatever the order of the stages. Activations and gradients use two communicators, because NCCL
-runs what shares one in order. Own schedule: megatron-core's allocates on CUDA by name and wants equal shapes or a handshake;
-here both sides know each micro-step's rows from the shared plan.
+Stage s of S runs S - 1 - s forwards ahead of its first backward and then alternates, so it holds at most S - s
+micro-steps. Their number need not be known in advance. Sends never wait: every receive finds its send posted, whatever
+the order of the stages. Activations and gradients use two communicators, because NCCL runs what shares one in order.
+Own schedule: megatron-core's allocates on CUDA by name and wants equal shapes or a handshake; here both sides know
+each micro-step's rows from the shared plan.
 """
 
 from collections import deque
@@ -34,12 +34,13 @@ class Flight:
 
 
 class Wire:
-    """Sends that are not waited for until the end."""
+    """Sends that nobody waits for before the end; tensors that have left are let go."""
 
     def __init__(self) -> None:
         self.works: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, x: Tensor, group: CPGroup, target: int) -> None:
+        self.works = [(work, sent) for work, sent in self.works if not work.is_completed()]
         kept = x.detach().contiguous()
         work = dist.isend(kept, group.ranks[target], group=group.group)
         assert work is not None
@@ -54,7 +55,7 @@ class Wire:
 def run_pipeline(
     stage: Stage, groups: Groups, steps: Iterable[MicroStep], program: Program, *, after_backward: Callable[[], None]
 ) -> None:
-    """Every micro-step forward and, for training programs, backward. after_backward: called when gradients have landed."""
+    """Every micro-step forward and, for training programs, backward; after_backward runs when gradients have landed."""
     wire = Wire()
     flights: deque[Flight] = deque()
     ahead = groups.pp.size - 1 - groups.pp.rank

@@ -69,10 +69,14 @@ def shape_of(config: EngineConfig, adapter: Adapter, layout: Layout) -> Shape:
     vision = adapter.reader is not None
     layers = (adapter.model.model.language_model if vision else adapter.model.model).layers
     attention = layers[0].self_attn
-    experts = tuple(n for n, layer in enumerate(layers) if any(type(m).__name__ in EXPERT_CLASSES for m in layer.modules()))
+    experts = tuple(
+        n for n, layer in enumerate(layers) if any(type(m).__name__ in EXPERT_CLASSES for m in layer.modules())
+    )
     names = {name for name, _ in layers[0].named_parameters()}
     if "self_attn.o_proj.bias" in names or "mlp.down_proj.bias" in names:
-        raise UserError(f"{adapter.family} with biases in o_proj or mlp is not built for backend='megatron'. Use backend='fsdp'")
+        raise UserError(
+            f"{adapter.family} with biases in o_proj or mlp is not built for backend='megatron'. Use backend='fsdp'"
+        )
     if text.hidden_act != "silu":
         raise UserError(f"hidden_act={text.hidden_act!r} is not built for backend='megatron', which runs 'silu'")
     shape = Shape(
@@ -95,7 +99,7 @@ def shape_of(config: EngineConfig, adapter: Adapter, layout: Layout) -> Shape:
         sequence_parallel=layout.sequence_parallel,
         dtype=DTYPES[config.dtype],
     )
-    _refuse_sizes(config, adapter, layout, shape)
+    _refuse_sizes(adapter, layout, shape)
     return shape
 
 
@@ -120,24 +124,23 @@ def _refuse_settings(config: EngineConfig, layout: Layout) -> None:
             raise UserError(f"{what} is not built for backend='megatron'. {way_out}")
 
 
-def _refuse_sizes(config: EngineConfig, adapter: Adapter, layout: Layout, shape: Shape) -> None:
+def _refuse_sizes(adapter: Adapter, layout: Layout, shape: Shape) -> None:
     divides("pp", layout.pp, shape.num_layers, "layers")
     if len(shape.expert_layers) < shape.num_layers:
         divides("tp", layout.tp, shape.ffn_size, "MLP columns")
-    modules = expert_modules(adapter.model)
-    if layout.ep > 1 and not modules:
-        raise UserError(f"ep={layout.ep} needs a model with experts; {config.model} has none. Set ep=1")
-    for module in modules.values():
+    for module in expert_modules(adapter.model).values():  # a dense model has none: ep2 is dp2 then
         divides("ep", layout.ep, module.num_experts, "experts")
     if (layout.dp * layout.cp) % layout.ep:
         raise UserError(
-            f"ep={layout.ep} must divide dp * cp = {layout.dp} * {layout.cp}: this backend spreads experts over data ranks, "
-            "and tensor-parallel ranks repeat them. Change ep, dp or cp"
+            f"ep={layout.ep} must divide dp * cp = {layout.dp} * {layout.cp}: this backend spreads experts over data "
+            "ranks, and tensor-parallel ranks repeat them. Change ep, dp or cp"
         )
     if shape.vision and layout.pp > 1:
         deepest = len(adapter.model.config.vision_config.deepstack_visual_indexes)
         if deepest > len(shape.stage(0)):
-            raise UserError(f"pp={layout.pp} cuts the first {deepest} layers, which take DeepStack features. Use fewer stages")
+            raise UserError(
+                f"pp={layout.pp} cuts the first {deepest} layers, which take DeepStack features. Use fewer stages"
+            )
 
 
 def divides(axis: str, size: int, total: int, what: str) -> None:

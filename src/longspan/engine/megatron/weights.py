@@ -88,7 +88,9 @@ def _layer(shape: Shape, theirs: str, number: int, *, rows: bool) -> dict[str, E
         table["self_attention.linear_qkv.bias"] = columns("qkv", "bias", *qkv)
     if shape.qk_norm:  # each tensor-parallel rank normalises its own heads
         table |= {
-            f"self_attention.{name}_layernorm.weight": Entry((Part(f"{theirs}self_attn.{name}_norm.weight"),), partial=True)
+            f"self_attention.{name}_layernorm.weight": Entry(
+                (Part(f"{theirs}self_attn.{name}_norm.weight"),), partial=True
+            )
             for name in ("q", "k")
         }
     if number not in shape.expert_layers:
@@ -141,7 +143,9 @@ def take(whole: Tensor, part: Part, group: CPGroup) -> Tensor:
     if part.axis is None or group.size == 1:
         return whole
     rows = -(-whole.shape[part.dim] // group.size)
-    chunk = whole.narrow(part.dim, start := min(rows * group.rank, whole.shape[part.dim]), min(rows, whole.shape[part.dim] - start))
+    chunk = whole.narrow(
+        part.dim, start := min(rows * group.rank, whole.shape[part.dim]), min(rows, whole.shape[part.dim] - start)
+    )
     missing = rows - chunk.shape[part.dim]
     if not missing:
         return chunk
