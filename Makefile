@@ -13,6 +13,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[recipes,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt triton==3.7.1 numpy packaging psutil
+	$(BIN)/pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
 	touch $@
 
 demo: env
