@@ -65,6 +65,7 @@ VL_SAMPLES = [
     vl_sample(11, seed=2),
     vl_sample(2, ("image", 8, 8), ("image", 16, 16), 4, seed=3),
     vl_sample(1, ("video", 8, 16), 2, ("image", 24, 16), seed=4),
+    vl_sample(2, ("video", 8, 8), 1, ("video", 16, 8), ("image", 8, 8), 3, seed=6),
 ]
 TEXT_SAMPLES = [text_sample(length, seed) for seed, length in enumerate((13, 1, 29, 6))]
 
@@ -203,7 +204,7 @@ def test_vl_rows_are_exact(family):
     assert hidden < TOLERANCE and gradient < TOLERANCE
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_vl_samples_alone_are_exact(number):
     """D3: three-axis positions of a single sample are never taken for packed text positions."""
     hidden, gradient = errors("qwen3_vl", [VL_SAMPLES[number]])

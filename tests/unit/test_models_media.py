@@ -12,7 +12,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from longspan.data.media import Image, Video
 from longspan.data.sample import Sample
 from longspan.errors import UserError
-from longspan.models.expand import expand
+from longspan.models.adapter import read_samples
+from longspan.models.expand import NamedModel, expand
 from longspan.models.loading import load_model
 from longspan.models.placeholders import match_spans, media_rows, mrope_positions
 from longspan.models.tiny import IMAGE_ID, VIDEO_ID, VISION_END_ID, VISION_START_ID
@@ -151,6 +152,15 @@ def test_mismatches_are_named(vl, ids, sizes, message):
         vl.media_tokens(make(ids, media))
 
 
+def test_errors_name_the_sample(vl):
+    whole = make([*image_ids(4), 1], [Image(picture(16, 16))])
+    cut = make([1, VISION_START_ID, IMAGE_ID], [Image(picture(16, 16))])
+    tensors, tokens = read_samples(vl, [whole, make([1, 2])])
+    assert tokens == [(4,), ()] and set(tensors[1]) == {"position", "media_row"}
+    with pytest.raises(UserError, match="sample 1: media 0"):
+        read_samples(vl, [whole, cut])
+
+
 def test_an_image_cut_exactly_at_its_end_is_whole(vl):
     assert vl.media_tokens(make([1, VISION_START_ID, *[IMAGE_ID] * 4], [Image(picture(16, 16))])) == (4,)
 
@@ -244,6 +254,24 @@ def test_expand_video(vl, markers):
     group = [VISION_START_ID, VIDEO_ID, VIDEO_ID, VISION_END_ID]
     assert full.input_ids.tolist() == [1, *group, *group, 2]
     assert vl.media_tokens(full) == (4,) and expand(full, vl) is full
+
+
+def test_expand_video_writes_timestamps_where_there_is_a_tokenizer(vl):
+    """The mean time of a group's first and last frame, as Qwen3VLProcessor writes it; here one id a character."""
+
+    class Characters:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            return [ord(letter) - 32 for letter in text]
+
+    rules = NamedModel(vl.reader, vl.ids, Characters())
+    clip = Video(np.stack([picture(8, 16, seed) for seed in range(3)]), timestamps=(0.5, 1.0, 2.0))
+    full = expand(make([1, VISION_START_ID, VIDEO_ID, VISION_END_ID, 2], [clip]), rules)
+    text = full.input_ids.tolist()
+    group = [VISION_START_ID, VIDEO_ID, VIDEO_ID, VISION_END_ID]
+    stamps = [[ord(letter) - 32 for letter in f"<{seconds:.1f} seconds>"] for seconds in (0.75, 2.0)]
+    assert text == [1, *stamps[0], *group, *stamps[1], *group, 2]
+    assert vl.media_tokens(full) == (4,)
 
 
 def test_expand_text_and_refusals(vl):

@@ -10,7 +10,7 @@ call is 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from longspan.data.pack import FieldSpec
 from longspan.data.sample import Sample
+from longspan.errors import UserError
 from longspan.layout.seqinfo import SeqInfo
 from longspan.layout.shard import Shard
 from longspan.mixers.attention import AttentionCache, Saved
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
     from longspan.mixers.kernels import Kernel
     from longspan.models.images import MediaReader
     from longspan.models.moe import MoEState
+    from longspan.models.mtp import MTPHead
     from longspan.models.placeholders import MediaIds
     from longspan.models.vision import MediaShard
 
-__all__ = ["Adapter", "Context", "Family"]
+__all__ = ["Adapter", "Context", "Family", "read_samples"]
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class Adapter(Protocol):
     windowed: bool  # has sliding-window layers
     reader: MediaReader | None  # None: no vision tower
     ids: MediaIds | None
+    mtp: MTPHead | None  # multi-token-prediction head
     tokenizer: PreTrainedTokenizerBase | None
 
     def units(self) -> list[nn.Module]:
@@ -101,6 +104,18 @@ class Adapter(Protocol):
     def head(self) -> tuple[Tensor, Tensor | None, float | None]:
         """Live parameters of the LM head: weight [V, E], bias [V] or None, final soft cap or None."""
         ...
+
+
+def read_samples(adapter: Adapter, samples: Sequence[Sample]) -> tuple[list[dict[str, Tensor]], list[tuple[int, ...]]]:
+    """`sample_tensors` and `media_tokens` of a batch; a UserError names the sample by its number in the batch."""
+    tensors, tokens = [], []
+    for number, sample in enumerate(samples):
+        try:
+            tensors.append(adapter.sample_tensors(sample))
+            tokens.append(adapter.media_tokens(sample))
+        except UserError as error:
+            raise UserError(f"sample {number}: {error}") from error
+    return tensors, tokens
 
 
 @dataclass(frozen=True, slots=True)
