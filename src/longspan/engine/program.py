@@ -5,35 +5,45 @@ Laws 5 and 7 meet here: losses are [T] tensors, multiplied by their weight strea
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from longspan.engine.backend import Head, MicroStep
+from longspan.engine.drafts import draft_loss
 from longspan.engine.outputs import TokenBuffer
 from longspan.models.moe import router_terms
-from longspan.objective import Fields, HeadOut, Objective, Segments, Stats, TokenOut, evaluate, head_outputs
+from longspan.objective import (
+    Fields,
+    Objective,
+    Segments,
+    Stats,
+    TokenOut,
+    chunk_loss,
+    evaluate,
+    evaluate_one_pass,
+    head_outputs,
+)
+from longspan.objective.head_loss import head_loss
 
 __all__ = ["WEIGHT", "Forward", "Train"]
 
 WEIGHT = "weight/"  # stream name of a term's weights: weight/<term>
 
 
-def head_of(hidden: Tensor, head: Head, step: MicroStep, *, entropy: bool, topk: bool = False) -> HeadOut:
-    """Head outputs of this rank's tokens, each [T_local]; tokens that are not needed cost nothing."""
+def head_arguments(head: Head, step: MicroStep, *, entropy: bool, topk: bool = False) -> dict[str, Any]:
+    """What the head is asked for at this rank's tokens, [T_local] each; tokens that are not needed cost nothing."""
     fields = step.shard.fields
-    return head_outputs(
-        hidden,
-        head.weight,
-        fields["target_ids"],
-        needed=step.needed,
-        temperature=fields["temperature"],
-        bias=head.bias,
-        softcap=head.softcap,
-        entropy=entropy,
-        teacher_ids=fields["teacher_ids"].movedim(-1, 0) if topk else None,
-    )
+    return {
+        "targets": fields["target_ids"],
+        "needed": step.needed,
+        "temperature": fields["temperature"],
+        "bias": head.bias,
+        "softcap": head.softcap,
+        "entropy": entropy,
+        "teacher_ids": fields["teacher_ids"].movedim(-1, 0) if topk else None,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +57,23 @@ class Train:
 
     def compute(self, hidden: Tensor, head: Head, value: Tensor | None, step: MicroStep) -> Tensor:
         objective, streams = self.objective, step.shard.fields
-        made = head_of(hidden, head, step, entropy=objective.needs_entropy, topk=objective.needs_topk)
-        segments = Segments(step.segment, len(step.context.info.cu_seqlens) - 1, streams["needed"], step.context.info.group)
-        out = TokenOut(made.logprob, made.entropy, segments, value, made.topk_logprob)
-        fields = Fields.from_streams({name: streams[name] for name in self.fields}, made.logprob.dtype)
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32  # of log-probs
+        fields = Fields.from_streams({name: streams[name] for name in self.fields}, dtype)
         weights = {term.name: streams[WEIGHT + term.name] for term in objective.token_terms}
-        loss = evaluate(objective, out, fields=fields, weights=weights, stats=self.stats)
+        info = step.context.info
+        segments = Segments(step.segment, len(info.cu_seqlens) - 1, streams["needed"], info.group)
+        asked = head_arguments(head, step, entropy=objective.needs_entropy, topk=objective.needs_topk)
+        if objective.one_pass:  # the loss and its gradients formed inside the head: a matmul less
+            formed = head_loss(hidden, head.weight, loss=chunk_loss(objective, fields, weights), **asked)
+            out = TokenOut(formed.logprob, formed.entropy, segments, value, formed.topk_logprob)
+            loss = evaluate_one_pass(objective, formed, out, fields=fields, weights=weights, stats=self.stats)
+        else:
+            made = head_outputs(hidden, head.weight, **asked)
+            out = TokenOut(made.logprob, made.entropy, segments, value, made.topk_logprob)
+            loss = evaluate(objective, out, fields=fields, weights=weights, stats=self.stats)
+        if objective.mtp:
+            weight = streams[WEIGHT + "mtp"]
+            loss = loss + draft_loss(hidden, head, step, weight=weight, coefficient=objective.mtp, stats=self.stats)
         return loss + self._router_losses(step) if objective.moe_aux or objective.moe_z else loss
 
     def found(self) -> object:
@@ -85,7 +106,7 @@ class Forward:
     trains: ClassVar[bool] = False
 
     def compute(self, hidden: Tensor, head: Head, value: Tensor | None, step: MicroStep) -> Tensor:
-        made = head_of(hidden, head, step, entropy="entropy" in self.outputs)
+        made = head_outputs(hidden, head.weight, **head_arguments(head, step, entropy="entropy" in self.outputs))
         found = {"logprob": made.logprob, "entropy": made.entropy, "value": value}
         if "routed_experts" in self.outputs:
             found["routed_experts"] = step.context.moe.recorded().movedim(-1, 0)  # [layers, k, T] -> [T, layers, k]

@@ -159,7 +159,30 @@ def entropy_without_gradient(original):
     return head
 
 
+def temperature_on_logprobs_once(original):
+    """The same inside the head that forms the loss."""
+
+    def head(hidden, weight, targets, *, loss, temperature=None, **kwargs):
+        def late(out, where):
+            return loss(replace(out, logprob=out.logprob / temperature[where].to(out.logprob.dtype)), where)
+
+        return original(hidden, weight, targets, loss=loss if temperature is None else late, **kwargs)
+
+    return head
+
+
+def entropy_without_gradient_once(original):
+    def head(hidden, weight, targets, *, loss, **kwargs):
+        def detached_loss(out, where):
+            return loss(out if out.entropy is None else replace(out, entropy=out.entropy.detach()), where)
+
+        return original(hidden, weight, targets, loss=detached_loss, **kwargs)
+
+    return head
+
+
 HEAD = "longspan.engine.program:head_outputs"
+HEAD_LOSS = "longspan.engine.program:head_loss"  # token-wise losses go through it
 VL = "tiny:qwen3_vl"
 FAULTS = (
     Fault(
@@ -273,14 +296,19 @@ FAULTS = (
     Fault(
         "temperature-late",
         "F5 temperature divides log-probs instead of logits",
-        ((HEAD, temperature_on_logprobs),),
+        ((HEAD, temperature_on_logprobs), (HEAD_LOSS, temperature_on_logprobs_once)),
         layout="dp2",
     ),
-    Fault("head-bf16", "the LM head reads bf16 hidden states", ((HEAD, logits_bf16),), layout="dp2"),
+    Fault(
+        "head-bf16",
+        "the LM head reads bf16 hidden states",
+        ((HEAD, logits_bf16), (HEAD_LOSS, logits_bf16)),
+        layout="dp2",
+    ),
     Fault(
         "entropy-gradient",
         "the entropy bonus is measured but has no gradient",
-        ((HEAD, entropy_without_gradient),),
+        ((HEAD, entropy_without_gradient), (HEAD_LOSS, entropy_without_gradient_once)),
         layout="dp2",
     ),
 )
