@@ -3,7 +3,16 @@
 The same inputs on every rank give the same plan (law 2). Does not know tensors or process groups.
 """
 
-from longspan.data import Limits, Plan, make_plan
+from collections.abc import Callable
+
+import torch
+
+from longspan.data import Limits, Plan, lower_bound, make_plan, makespan
+from longspan.data.cost import CostModel
+from longspan.data.machine import Machine
+from longspan.data.memory import MemoryModel
+from longspan.data.plan import default_cost
+from longspan.data.shape import ModelShape
 from longspan.engine.batch import Batch
 from longspan.engine.config import EngineConfig
 from longspan.errors import UserError
@@ -14,6 +23,7 @@ from longspan.models.adapter import Adapter
 __all__ = ["Planner", "cp_sizes", "heads_per_rank"]
 
 CPU_BUDGET = 8192  # tokens a rank under max_tokens_per_rank="auto" without a GPU: small models, host memory
+ROOM = 0.94  # share of a GPU's memory that "auto" fills: the rest is fragments and what the model does not see
 
 
 class Planner:
@@ -25,16 +35,68 @@ class Planner:
         self.budget = config.max_tokens_per_rank
         self.sizes = cp_sizes(mesh.layout, adapter, mesh.data_ranks) if config.dynamic_cp else None
 
+        shape = ModelShape.from_config(adapter.model.config.to_dict())
+        self.cost: Callable[[int, int], float] = default_cost
+        self.step_cost = 1024.0  # of default_cost's unit, tokens
+        self.fits: int | None = None
+        if mesh.device.type == "cuda":
+            width = 8 if config.dtype == "float64" else 2 if config.dtype == "bfloat16" else 4
+            model = _cost_model(shape, config, self.layout, self.ranks, width)
+            self.cost, self.step_cost = model, model.step_s
+            memory = MemoryModel(shape, self.ranks, config.recompute, config.offload, bytes_per_value=width)
+            if config.max_tokens_per_rank == "auto":
+                room = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30
+                self.fits = memory.budget(ROOM * room, size=self.layout.cp)
+        self.seconds_a_unit: float | None = None  # measured over predicted, from the calls before
+
     def limits(self, lengths: list[int]) -> Limits:
         """"auto" grows with the longest sample, so that it always runs; an explicit budget is hard."""
         budget = self.budget
         if budget == "auto":
             size = self.layout.cp if self.sizes is None else max(self.sizes)
-            budget = max(CPU_BUDGET, -(-max(lengths) // (2 * size)) * 2)
+            budget = self.fits or max(CPU_BUDGET, -(-max(lengths) // (2 * size)) * 2)
         return Limits(self.ranks, self.layout.cp, budget, self.layout.index, self.sizes)
 
     def plan(self, batch: Batch) -> Plan:
-        return make_plan(batch.lengths, self.limits(batch.lengths))
+        return make_plan(batch.lengths, self.limits(batch.lengths), self.cost, step_cost=self.step_cost)
+
+    def observe(self, batch: Batch, plan: Plan, seconds: float) -> dict[str, float]:
+        """plan/* metrics: what the cost model said beside what was measured, and how long ranks waited for each other.
+
+        plan/predicted_s scales the model by the calls before, so it is absent in the first one.
+        """
+        lengths = batch.lengths
+        units = makespan(plan, lengths, self.cost, step_cost=self.step_cost)
+        work = sum(
+            row.size * self.cost(lengths[i], row.size) for rows in plan.micro_steps for row in rows for i in row.samples
+        )
+        busy = work + self.ranks * self.step_cost * len(plan.micro_steps)
+        report = {
+            "plan/micro_steps": float(len(plan.micro_steps)),
+            "plan/measured_s": seconds,
+            "plan/idle_share": max(0.0, 1.0 - busy / (self.ranks * units)),
+            "plan/over_bound": units / max(lower_bound(lengths, self.limits(lengths), self.cost), 1e-30),
+        }
+        if self.seconds_a_unit is not None:
+            report["plan/predicted_s"] = units * self.seconds_a_unit
+        self.seconds_a_unit = seconds / units
+        return report
+
+
+def _cost_model(shape: ModelShape, config: EngineConfig, layout: Layout, ranks: int, width: int) -> CostModel:
+    """The H200's constants; only ratios matter to a plan."""
+    return CostModel(
+        shape,
+        Machine.load("h200"),
+        ranks,
+        mixer=layout.mixer,
+        index=layout.index,
+        linear=layout.linear,
+        ulysses=layout.ulysses,
+        recompute=config.recompute,
+        ep=layout.ep,
+        bytes_per_value=width,
+    )
 
 
 def cp_sizes(layout: Layout, adapter: Adapter, ranks: int) -> tuple[int, ...]:
