@@ -4,7 +4,7 @@ The engine hands a backend finished micro-steps (shards with their context) and 
 states). A backend knows nothing of samples, normalisation, plans or loss terms.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +27,8 @@ class Head:
     weight: Tensor
     bias: Tensor | None
     softcap: float | None
+    drafts: Callable[[Tensor], list[Tensor]] | None = None  # hidden [T, E] -> hidden of each MTP step
+    draft_weight: Tensor | None = None  # `weight`, detached unless the MTP head is joint
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class MicroStep:
     context: Context
     needed: Tensor  # [T_local] bool CPU: tokens whose log-prob anything reads
     segment: Tensor  # [T_local] int64 on the device: which sample of the row
+    drafted: Tensor | None = None  # [k, T_local] bool CPU: tokens whose MTP log-probs anything reads
 
 
 class Program(Protocol):

@@ -59,7 +59,7 @@ def make_batch(
     """
     check_samples(samples, vocab_size=adapter.vocab_size)
     declared = dict(CORE) | dict(adapter.declared())
-    declared |= {name: FieldSpec(torch.float64, 0.0) for name in weights}
+    declared |= {name: FieldSpec(torch.float64, 0.0, tuple(values[0].shape[:-1])) for name, values in weights.items()}
     declared |= {name: _field_spec(name, samples, dtype) for name in fields}
     if routing is not None:
         declared["adapter"] = FieldSpec(torch.int64, -1)

@@ -30,6 +30,8 @@ class EngineConfig:
     freeze: part names ("vision", "merger", "language", "embeddings") or fnmatch patterns of parameter names.
     lora: {adapter name: peft.LoraConfig}; the base is frozen then.
     value_head: adds a scalar head `value_head.*` for the "value" loss.
+    mtp_steps: steps ahead that the checkpoint's multi-token-prediction head trains on; 0 carries the head along unchanged.
+    mtp_joint: its gradient also reaches the decoder, the embeddings and the output layer; else it stays in `mtp.*`.
     recompute: "none", "selective" (layers are recomputed but no attention runs twice) or "full".
     offload: what lives in host memory: "checkpoints", "optimizer", "parameters".
     kernel: attention kernel, "auto" or one of longspan.mixers.kernels' names. compile: torch.compile each layer.
@@ -45,6 +47,8 @@ class EngineConfig:
     freeze: tuple[str, ...] = ()
     lora: Mapping[str, Any] | None = None
     value_head: bool = False
+    mtp_steps: int = 0
+    mtp_joint: bool = False
     recompute: Literal["none", "selective", "full"] = "selective"
     offload: tuple[str, ...] = ()
     kernel: str = "auto"
@@ -62,6 +66,10 @@ class EngineConfig:
             raise UserError(
                 f"max_tokens_per_rank={self.max_tokens_per_rank!r} must be a positive number of tokens a rank, or 'auto'"
             )
+        if self.mtp_steps < 0 or (self.mtp_joint and not self.mtp_steps):
+            raise UserError(f"mtp_steps={self.mtp_steps} must be 0 or more, and above 0 with mtp_joint={self.mtp_joint}")
+        if self.mtp_steps and self.backend != "fsdp":
+            raise UserError(f"mtp_steps={self.mtp_steps} needs backend='fsdp', got {self.backend!r}")
         if isinstance(self.freeze, str) or isinstance(self.offload, str):
             raise UserError("freeze and offload are tuples of names, for example freeze=('vision',)")
 

@@ -34,7 +34,8 @@ from longspan.layout import Mesh, resolve
 from longspan.models.adapter import Adapter
 from longspan.models.loading import load_model
 from longspan.models.moe import moe_shape
-from longspan.objective import MODEL_TERMS, Objective, Stats, token_weights
+from longspan.models.mtp import shifted
+from longspan.objective import Objective, Stats, token_weights
 
 __all__ = ["Engine"]
 
@@ -120,7 +121,7 @@ class Engine:
         steps = self.builder.steps(batch, plan, self._keep(objective))  # pack, shard: one micro-step at a time
         program = Train(objective, Stats(self.mesh.device), objective.stream_fields(samples))
         self.backend.run(steps, program)
-        return program.stats.reduce(self.mesh.all) | self._measured("forward_backward", started, plan)
+        return program.stats.reduce(self.mesh.all) | self._measured(batch, plan, started)
 
     def forward(self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",)) -> list[Outputs]:
         """Outputs per token of each sample, in the caller's order, equal on every rank; each [L] on the CPU.
@@ -211,23 +212,26 @@ class Engine:
             raise UserError(f"objective {objective.name!r} trains values: build the engine with EngineConfig(value_head=True)")
         if (objective.moe_aux or objective.moe_z) and moe_shape(self.adapter.model) is None:
             raise UserError(f"moe_aux and moe_z need a mixture-of-experts model; {self.config.model} has no experts")
-        if objective.mtp:
-            raise UserError(f"mtp={objective.mtp} needs a multi-token-prediction head; {self.config.model} has none")
+        if objective.mtp and not self.config.mtp_steps:
+            raise UserError(f"mtp={objective.mtp} trains a multi-token-prediction head: set EngineConfig(mtp_steps=1) or more")
         objective.check(samples)
         return objective
 
     def _keep(self, objective: Objective) -> Keep:
         return Keep(
-            attention=self.config.recompute == "selective",
+            attention=self.config.recompute == "selective" and not self.config.compile,  # compiled layers keep it themselves
             router_logits=bool(objective.moe_aux or objective.moe_z),
         )
 
     def _admit(self, samples: Sequence[Sample], fields: Sequence[str], weights: Mapping[str, Sequence[Tensor]]) -> Batch:
         """The checked batch as per-token tensors, weights included."""
         streams = {WEIGHT + term: values for term, values in weights.items()}
-        for term in MODEL_TERMS:  # these weigh a sample as a whole: every token carries its sample's sum
+        for term in ("moe_aux", "moe_z"):  # these weigh a sample as a whole: every token carries its sample's sum
             if term in weights:
                 streams[WEIGHT + term] = [values.sum().expand(len(values)) for values in weights[term]]
+        if "mtp" in weights:  # the weight of the token predicted, as a mean over steps
+            steps = self.config.mtp_steps
+            streams[WEIGHT + "mtp"] = [shifted(values, steps) / steps for values in weights["mtp"]]
         replay = [ROUTES] if any(ROUTES in sample.fields for sample in samples) else []
         names = tuple(dict.fromkeys([*fields, "temperature", *replay]))
         return make_batch(
@@ -250,7 +254,8 @@ class Engine:
         reset_peak()
         return perf_counter()
 
-    def _measured(self, phase: str, started: float, plan: Plan) -> dict[str, float]:
+    def _measured(self, batch: Batch, plan: Plan, started: float) -> dict[str, float]:
         """Speed and memory of this rank: the only numbers that depend on the layout."""
         seconds = perf_counter() - started
-        return {f"time/{phase}_s": seconds, "mem/peak_gib": peak_gib(), "plan/micro_steps": float(len(plan.micro_steps))}
+        report = {"time/forward_backward_s": seconds, "mem/peak_gib": peak_gib()}
+        return report | self.planner.observe(batch, plan, seconds)

@@ -58,6 +58,7 @@ class StepBuilder:
                 self._context(piece, keep),
                 needed=stream.fields["needed"][piece.info.index],
                 segment=piece.info.segment.to(self.mesh.device, non_blocking=True),
+                drafted=stream.fields["mtp_needed"][:, piece.info.index] if "mtp_needed" in stream.fields else None,
             )
 
     def _pack(self, batch: Batch, row: Row) -> Stream:

@@ -41,6 +41,7 @@ class TextAdapter:
     recurrent: bool = False
     reader: None = None
     ids: None = None
+    mtp: None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def units(self) -> list[nn.Module]:

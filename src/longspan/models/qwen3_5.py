@@ -22,6 +22,7 @@ from longspan.errors import UserError
 from longspan.layout.shard import Shard
 from longspan.mixers.linear import DeltaShape, heads_refusal, prepare_linear
 from longspan.models.adapter import Context, Family
+from longspan.models.mtp import MTPHead, make_mtp_head, mtp_declared, mtp_tensors
 from longspan.models.qwen3_5_deltanet import replace_deltanets
 from longspan.models.vision import MediaShard
 
@@ -45,6 +46,7 @@ class HybridTextAdapter:
     recurrent: bool = True
     reader: None = None
     ids: None = None
+    mtp: MTPHead | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def units(self) -> list[nn.Module]:
@@ -59,10 +61,10 @@ class HybridTextAdapter:
         }
 
     def declared(self) -> dict[str, FieldSpec]:
-        return {"position": FieldSpec(torch.int64, 0, ())}
+        return {"position": FieldSpec(torch.int64, 0, ())} | mtp_declared(self.mtp)
 
     def sample_tensors(self, sample: Sample) -> dict[str, Tensor]:
-        return {"position": torch.arange(len(sample.input_ids))}
+        return {"position": torch.arange(len(sample.input_ids))} | mtp_tensors(self.mtp, sample)
 
     def media_tokens(self, sample: Sample) -> tuple[int, ...]:
         if sample.media:
@@ -107,6 +109,7 @@ def hybrid_text_adapter(model: PreTrainedModel, folder: str | None) -> HybridTex
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         linear_shape=replace_deltanets(model),
+        mtp=make_mtp_head(model, model.model, folder),
     )
 
 

@@ -21,6 +21,7 @@ from longspan.models.adapter import Context, Family
 from longspan.models.attention_bridge import use_vision_bridge
 from longspan.models.checks import check_config
 from longspan.models.images import MediaReader
+from longspan.models.mtp import MTPHead, make_mtp_head, mtp_declared, mtp_tensors
 from longspan.models.placeholders import MediaIds, match_spans, media_rows, mrope_positions
 from longspan.models.qwen3_5 import EXPERTS, SHARED, prepare_recurrent
 from longspan.models.qwen3_5_deltanet import replace_deltanets
@@ -47,6 +48,7 @@ class Qwen35VLAdapter:
     ids: MediaIds
     windowed: bool = False
     recurrent: bool = True
+    mtp: MTPHead | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def units(self) -> list[nn.Module]:
@@ -62,12 +64,16 @@ class Qwen35VLAdapter:
         }
 
     def declared(self) -> dict[str, FieldSpec]:
-        return {"position": FieldSpec(torch.int64, 0, (3,)), "media_row": FieldSpec(torch.int64, -1, ())}
+        return {
+            "position": FieldSpec(torch.int64, 0, (3,)),
+            "media_row": FieldSpec(torch.int64, -1, ()),
+        } | mtp_declared(self.mtp)
 
     def sample_tensors(self, sample: Sample) -> dict[str, Tensor]:
         spans = match_spans(sample, self.reader, self.ids)
         length = len(sample.input_ids)
-        return {"position": mrope_positions(length, spans), "media_row": media_rows(length, spans)}
+        made = {"position": mrope_positions(length, spans), "media_row": media_rows(length, spans)}
+        return made | mtp_tensors(self.mtp, sample)
 
     def media_tokens(self, sample: Sample) -> tuple[int, ...]:
         counts = [0] * len(sample.media)
@@ -112,6 +118,7 @@ def qwen3_5_vl_adapter(model: PreTrainedModel, folder: str | None) -> Qwen35VLAd
         num_kv_heads=text.num_key_value_heads,
         head_dim=text.head_dim,
         linear_shape=replace_deltanets(model),
+        mtp=make_mtp_head(model, model.model.language_model, folder),
         reader=reader,
         ids=ids,
     )

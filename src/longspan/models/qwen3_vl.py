@@ -45,6 +45,7 @@ class Qwen3VLAdapter:
     ids: MediaIds
     windowed: bool = False
     recurrent: bool = False
+    mtp: None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def units(self) -> list[nn.Module]:

@@ -129,6 +129,11 @@ def _qwen3_5(**over: Any) -> PretrainedConfig:
     return Qwen3_5TextConfig(**{**TEXT, **HYBRID, **own, "tie_word_embeddings": True, **over})
 
 
+def _qwen3_5_mtp(**over: Any) -> PretrainedConfig:
+    """With a multi-token-prediction head of one layer."""
+    return _qwen3_5(**{"mtp_num_hidden_layers": 1, **over})
+
+
 def _qwen3_5_vl(
     *, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **over: Any
 ) -> PretrainedConfig:
@@ -211,6 +216,7 @@ TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "gpt_oss": _gpt_oss,
     "gemma3": _gemma3,
     "qwen3_5": _qwen3_5,
+    "qwen3_5_mtp": _qwen3_5_mtp,
     "qwen3_5_vl": _qwen3_5_vl,
     "qwen3_5_moe": _qwen3_5_moe,
     "qwen3_next": _qwen3_next,

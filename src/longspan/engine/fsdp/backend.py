@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from longspan.engine import checkpoint
 from longspan.engine.backend import MicroStep, Program
 from longspan.engine.config import DTYPES, EngineConfig
+from longspan.engine.fsdp.compiled import compile_layers
 from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
 from longspan.engine.memory import explain_out_of_memory
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, local, make_optimizer
@@ -46,11 +47,14 @@ class FSDPBackend:
         value_head = _make_value_head(adapter, config.seed, self.master) if config.value_head else None
         self.routing = None if config.lora is None else add_adapters(adapter, config.lora, config.seed)
         self.lora = config.lora or {}
+        _set_mtp(adapter, config)
         self.policy = Policy(adapter, value_head, self.routing)
         _freeze(self.policy, config.freeze, adapter)
-        _recompute(adapter, config.recompute)
+        kept_by_compiler = config.compile and config.recompute == "selective"
+        if not kept_by_compiler:
+            _recompute(adapter, config.recompute)
         if config.compile:
-            _compile(adapter)
+            compile_layers(adapter, keep_inputs_only=kept_by_compiler)
         shard_policy(self.policy, mesh, compute=compute, master=self.master)
         self.policy.train()
         self.optimizers: dict[str | None, torch.optim.Optimizer] = {}  # one an adapter; None: everything that is in none
@@ -216,6 +220,15 @@ def _make_value_head(adapter: Adapter, seed: int, dtype: torch.dtype) -> nn.Line
     return head
 
 
+def _set_mtp(adapter: Adapter, config: EngineConfig) -> None:
+    """A head that is not trained is carried along: no gradient, no weight decay."""
+    if config.mtp_steps and adapter.mtp is None:
+        raise UserError(f"mtp_steps={config.mtp_steps}: {config.model} has no multi-token-prediction head (dense, in `mtp.*`)")
+    if adapter.mtp is not None:
+        adapter.mtp.steps, adapter.mtp.joint = config.mtp_steps, config.mtp_joint
+        adapter.mtp.requires_grad_(config.mtp_steps > 0)
+
+
 def _freeze(policy: Policy, freeze: tuple[str, ...], adapter: Adapter) -> None:
     """Turn off gradients by part name or by fnmatch pattern; a name that matches nothing is an error."""
     parts = adapter.parts()
@@ -230,12 +243,6 @@ def _freeze(policy: Policy, freeze: tuple[str, ...], adapter: Adapter) -> None:
             raise UserError(f"freeze={entry!r} matches no parameter. Parts of this model: {sorted(parts)}; or use a name pattern")
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         raise UserError(f"freeze={freeze} leaves nothing to train")
-
-
-def _compile(adapter: Adapter) -> None:
-    """Compile each layer by itself; attention stays outside its graphs (models/attention_bridge.py)."""
-    for unit in adapter.units():
-        unit.compile()
 
 
 def _recompute(adapter: Adapter, policy: str) -> None:

@@ -6,6 +6,8 @@ Gradients of every micro-step land reduced in fp32 shards, so any number of call
 Source of the two switches: torch.distributed.fsdp FSDPModule.set_gradient_divide_factor, set_force_sum_reduction_for_comms.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -28,6 +30,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = adapter.model
         self.value_head = value_head
+        self.mtp = adapter.mtp
         self.adapter = adapter
         self.routing = routing
 
@@ -37,7 +40,14 @@ class Policy(nn.Module):
             self.routing.ids = step.shard.fields["adapter"]
         hidden_TE = self.adapter.hidden(step.shard, step.media, step.context)
         value_T = None if self.value_head is None else self.value_head(hidden_TE)[:, 0]
-        return program.compute(hidden_TE, Head(*self.adapter.head()), value_T, step)
+        return program.compute(hidden_TE, self._head(step), value_T, step)
+
+    def _head(self, step: MicroStep) -> Head:
+        weight, bias, softcap = self.adapter.head()
+        if self.mtp is None or not self.mtp.steps:
+            return Head(weight, bias, softcap)
+        drafts = partial(self.mtp, shard=step.shard, context=step.context)
+        return Head(weight, bias, softcap, drafts, weight if self.mtp.joint else weight.detach())
 
 
 def public_name(name: str) -> str:

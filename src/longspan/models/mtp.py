@@ -1,0 +1,176 @@
+"""Multi-token prediction (MTP) heads of Qwen3.5 checkpoints: `mtp.*`, which transformers drops on loading.
+
+Step j (from 1) of token t reads the hidden state of step j - 1 (step 0: the decoder's, after its final norm) and the
+embedding of token t + j, and predicts what token t + j predicts:
+
+    h_j = norm(layer(fc([pre_fc_norm_embedding(embedding(x_{t+j})) | pre_fc_norm_hidden(h_{j-1})])))
+
+one full-attention decoder layer per step, used in turn when there are fewer layers than steps; positions stay those
+of token t. The ids, targets and weights of the k steps are shifted per sample on the CPU, before packing (law 1):
+they are streams [k, T] like any other, so no rank or document edge is ever crossed, and steps that reach past a
+sample's end weigh zero. Weights are those of the token predicted, divided by k: a mean over steps. Order of the
+concatenation and the normed input: vLLM's qwen3_next_mtp.py. `joint` False: the head's gradient stays in `mtp.*`;
+True: it flows on into the decoder, the embeddings and the output layer. Not built: heads with experts, and samples
+with media.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from longspan.data.pack import FieldSpec
+from longspan.data.sample import Sample
+from longspan.errors import UserError
+from longspan.layout.shard import Shard
+from longspan.models.adapter import Context
+from longspan.models.norms import replace_zero_centred_norms
+
+__all__ = ["MTPHead", "make_mtp_head", "mtp_declared", "mtp_tensors", "shifted"]
+
+PREFIX = "mtp."
+
+
+class MTPHead(nn.Module):
+    """hidden [T_local, E] -> the hidden states [T_local, E] of each step. Parameter names are the checkpoint's."""
+
+    def __init__(
+        self, layers: list[nn.Module], norms: tuple[nn.Module, nn.Module, nn.Module], decoder: nn.Module
+    ) -> None:
+        super().__init__()
+        size = decoder.config.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList(layers)
+        self.norm, self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norms
+        self.steps = 0  # of a training run; 0: the head is only carried along
+        self.joint = False
+        self._decoder = (decoder,)  # in a tuple: its parameters are not this module's
+
+    def forward(self, hidden: Tensor, shard: Shard, context: Context) -> list[Tensor]:
+        decoder = self._decoder[0]
+        weight = decoder.embed_tokens.weight
+        if not self.joint:
+            hidden, weight = hidden.detach(), weight.detach()
+        position = shard.fields["position"]
+        axes = position[:, None] if position.dim() == 2 else position[None, None].expand(3, 1, -1)  # [3, 1, T_local]
+        rotation = decoder.rotary_emb(hidden[None], axes)
+        found = []
+        for step in range(self.steps):
+            embeds = functional.embedding(shard.fields["mtp_ids"][step], weight)
+            both = torch.cat([self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)], 1)
+            out = self.layers[step % len(self.layers)](
+                self.fc(both)[None],
+                position_embeddings=rotation,
+                attention_mask=None,
+                longspan=Context(context.info, context.mixer, context.prepared, context.kernel),  # nothing is kept
+            )
+            hidden = self.norm(out[0])
+            found.append(hidden)
+        return found
+
+
+def make_mtp_head(model: PreTrainedModel, decoder: nn.Module, folder: str | None) -> MTPHead | None:
+    """The head that the config names, with the checkpoint's weights (`folder` None: random, the same on every rank).
+
+    None where the config names none, where its layers have experts, or where the checkpoint was saved without it.
+    """
+    config = decoder.config
+    values = config.to_dict()
+    num = values.get("mtp_num_hidden_layers") or 0
+    if not num or values.get("num_experts"):
+        return None
+    if values.get("mtp_use_dedicated_embeddings"):
+        raise UserError("mtp_use_dedicated_embeddings=True is not supported: the head reads the model's embeddings")
+    tensors = None if folder is None else _read(folder)
+    if tensors is not None and not tensors:
+        return None
+    own = copy.deepcopy(config)
+    own.layer_types, own.num_hidden_layers = ["full_attention"], 1
+    layers = [type(decoder.layers[0])(own, 0) for _ in range(num)]
+    for layer in layers:
+        replace_zero_centred_norms(layer)
+    norms = tuple(copy.deepcopy(decoder.norm) for _ in range(3))
+    head = MTPHead(layers, norms, decoder)
+    if tensors is None:
+        _draw(head, config.initializer_range)
+    else:
+        _fill(head, tensors)
+    return head.to(model.dtype)
+
+
+def mtp_declared(head: MTPHead | None) -> dict[str, FieldSpec]:
+    """The streams of `mtp_tensors`."""
+    if head is None or not head.steps:
+        return {}
+    ids = FieldSpec(torch.int64, 0, (head.steps,))
+    return {"mtp_ids": ids, "mtp_targets": ids, "mtp_needed": FieldSpec(torch.bool, False, (head.steps,))}
+
+
+def mtp_tensors(head: MTPHead | None, sample: Sample) -> dict[str, Tensor]:
+    """[k, L] each: what every step reads, what it predicts, and whether anything reads its log-prob."""
+    if head is None or not head.steps:
+        return {}
+    if sample.media:
+        raise UserError("samples with media cannot train an MTP head yet: build the engine with mtp_steps=0")
+    trained = sample.mask > 0
+    return {
+        "mtp_ids": shifted(sample.input_ids, head.steps),
+        "mtp_targets": shifted(torch.where(trained, sample.target_ids, 0), head.steps),
+        "mtp_needed": shifted(trained, head.steps),
+    }
+
+
+def shifted(values: Tensor, steps: int) -> Tensor:
+    """[L] -> [steps, L]: row j - 1 holds values[t + j], zero past the sample's end."""
+    length = values.shape[0]
+    padded = torch.cat([values, values.new_zeros(steps)])
+    return torch.stack([padded[step : step + length] for step in range(1, steps + 1)])
+
+
+def _draw(head: MTPHead, std: float) -> None:
+    """Weights N(0, std) from a fixed seed, norms at their start."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            else:
+                parameter.zero_()
+
+
+def _fill(head: MTPHead, tensors: dict[str, Tensor]) -> None:
+    """Names and shapes must agree exactly."""
+    wanted = {name: list(parameter.shape) for name, parameter in head.named_parameters()}
+    found = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    if wanted != found:
+        wrong = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+        raise UserError(
+            f"the checkpoint's mtp.* tensors do not fit its config: {wrong[:3]} ({len(wrong)} in all); "
+            f"expected {wanted.get(wrong[0])}, found {found.get(wrong[0])}"
+        )
+    head.load_state_dict(tensors)
+
+
+def _read(folder: str) -> dict[str, Tensor]:
+    """{name without "mtp.": tensor} of a local folder or a hub id; empty where there is none."""
+    index = cached_file(folder, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    files = ["model.safetensors"]
+    if index is not None:
+        places = json.loads(Path(index).read_text())["weight_map"]
+        files = sorted({place for name, place in places.items() if name.startswith(PREFIX)})
+    found = {}
+    for name in files:
+        path = cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
+        if path is None:
+            continue
+        with safe_open(path, "pt") as file:
+            found |= {key.removeprefix(PREFIX): file.get_tensor(key) for key in file.keys() if key.startswith(PREFIX)}  # noqa: SIM118
+    return found
