@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 import tyro
+from transformers.utils.logging import disable_progress_bar
 
 import longspan
 from longspan.engine import Engine, EngineConfig
@@ -101,6 +102,7 @@ def train(recipe: str, overrides: Sequence[str] = (), *, certificate: Certificat
     """Run a recipe. Returns {"stopped": bool, "folder": path, "<stage>": its last line of metrics, ...}."""
     if is_rank():
         return run_rank(recipe, list(overrides), certificate)
+    disable_progress_bar()
     job = load_job(recipe, overrides)
     job.prepare()
     return launch(run_rank, recipe, list(overrides), certificate, ranks=job.engine.layout.ranks, timeout_s=WEEK_S)[0]
@@ -121,6 +123,7 @@ def load_job(recipe: str, overrides: Sequence[str] = ()) -> Job:
 def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None) -> dict[str, Any]:
     """One rank's part of the run."""
     here = world()
+    disable_progress_bar()  # transformers draws one a rank and model, over our own
     job = load_job(recipe, overrides)
     prepare_once(job, here)
     folder = Path(job.run.folder)
