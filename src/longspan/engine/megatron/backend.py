@@ -3,13 +3,13 @@
 Weights are cut over tp and pp, experts over ep, and repeated over data ranks. Gradients stay local until they are read:
 `step` and `gradients` sum them over the data ranks (and, for parameters that see a part of the heads or rows, over tp),
 once for any number of calls; nothing divides. The sum, AdamW and the norm are this project's and torch's, since
-megatron-core's DDP and optimizers allocate on CUDA by name. Cost: optimizer state is repeated over data ranks.
+megatron-core's DDP and optimizers allocate on CUDA by name. Optimizer state is cut over the data ranks (zero.py).
 bf16: fp32 masters; gradients are added in fp32 after each micro-step.
 """
 
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,7 +24,9 @@ from longspan.engine.megatron.build import build_stage
 from longspan.engine.megatron.groups import make_groups
 from longspan.engine.megatron.pipeline import run_pipeline
 from longspan.engine.megatron.weights import Entry, Part, gather, join, local, split
+from longspan.engine.megatron.zero import own_slice, sum_into_slice, whole_from_slices
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, make_optimizer
+from longspan.engine.optim import local as local_of
 from longspan.errors import CheckpointError, UserError
 from longspan.layout import CPGroup, Mesh
 from longspan.models.adapter import Adapter
@@ -44,6 +46,7 @@ class MegatronBackend:
         self.parameters = dict(self.stage.named_parameters())
         self.masters = self.built.masters
         self.wide: dict[str, Tensor] = {}  # bf16: fp32 sums of gradients by parameter name
+        self.slices = {name: own_slice(self.masters[name], self._repeats(entry)) for name, entry in self.trainable()}
         self.optimizer: torch.optim.Optimizer | None = None
         self.touched = False
 
@@ -89,16 +92,20 @@ class MegatronBackend:
             if parameter.requires_grad:
                 yield name, self.table[name]
 
-    def _reduced(self) -> dict[str, Tensor]:
-        """Stage parameter name -> this rank's part of the whole gradient; accumulators stay as they are. Collective."""
+    def _repeats(self, entry: Entry) -> CPGroup:
+        """The data ranks that hold the same parameter."""
+        return self.groups.replica if entry.axis == "ep" else self.groups.data
+
+    def _reduced(self, sum_over_data: Callable[[Tensor, CPGroup], Tensor]) -> dict[str, Tensor]:
+        """Stage parameter name -> what sum_over_data makes of this rank's gradient, summed over whoever else has a part
+        of it. Accumulators stay as they are. Collective."""
         found = {}
         for name, entry in self.trainable():
             held = self.wide.get(name, self.parameters[name].grad)
-            total = torch.zeros_like(self.masters[name]) if held is None else held.detach().clone()
-            _sum(total, self.groups.replica if entry.axis == "ep" else self.groups.data)
+            held = torch.zeros_like(self.masters[name]) if held is None else held.detach()
+            found[name] = sum_over_data(held, self._repeats(entry))
             if entry.partial:
-                _sum(total, self.groups.tp)
-            found[name] = total
+                _sum(found[name], self.groups.tp)
         if self.shape.tied and self.groups.pp.size > 1 and (self.groups.first or self.groups.last):
             name = "gpt.embedding.word_embeddings.weight" if self.groups.first else "gpt.output_layer.weight"
             if name in found:
@@ -106,7 +113,7 @@ class MegatronBackend:
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        return self._whole(self._reduced())
+        return self._whole(self._reduced(_summed))
 
     def weights(self) -> dict[str, Tensor]:
         return self._whole({name: master.detach() for name, master in self.masters.items()})
@@ -140,7 +147,7 @@ class MegatronBackend:
             raise UserError(f"adapter={adapter!r}: this engine has no LoRA adapters. Leave it out")
         if not self.touched:
             raise UserError("optim_step found no gradient. Call forward_backward first")
-        gradients = self._reduced()
+        gradients = self._reduced(sum_into_slice)
         norm = self._norm(gradients)
         if not torch.isfinite(norm):
             broken = sorted(
@@ -155,20 +162,18 @@ class MegatronBackend:
         self.clear_gradients()
         optimizer = self._optimizer(settings)
         for name, gradient in gradients.items():
-            self.masters[name].grad = gradient if coefficient is None else gradient * coefficient.to(gradient.dtype)
+            self.slices[name].grad = gradient if coefficient is None else gradient * coefficient.to(gradient.dtype)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        self._publish_masters()
+        self._publish()
         return {"grad/norm": float(norm), "grad/clip": 1.0 if coefficient is None else float(coefficient)}
 
     def _norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Global L2 norm, each element counted once: by the first rank of every axis that repeats it. [] fp64."""
+        """Global L2 norm from slices, each element counted once: repeated parameters by the first tp rank. [] fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for name, gradient in gradients.items():
-            entry, groups = self.table[name], self.groups
-            repeats = [groups.replica if entry.axis == "ep" else groups.data]
-            repeats += [] if entry.axis == "tp" else [groups.tp]
-            if not entry.copy and all(group.rank == 0 for group in repeats):
+            entry = self.table[name]
+            if not entry.copy and (entry.axis == "tp" or self.groups.tp.rank == 0):
                 total += gradient.to(torch.float64).square().sum()
         if self.mesh.host_group is not None:
             dist.all_reduce(total, group=self.mesh.host_group)
@@ -177,7 +182,7 @@ class MegatronBackend:
     def _optimizer(self, settings: AdamW | SGD) -> torch.optim.Optimizer:
         """The optimizer with the settings of this step; its state starts at the first one."""
         if self.optimizer is None:
-            self.optimizer = make_optimizer(settings, [self.masters[name] for name, _ in self.trainable()])
+            self.optimizer = make_optimizer(settings, self.slices.values())
         if type(self.optimizer).__name__ != type(settings).__name__:
             raise UserError(
                 f"this engine steps with {type(self.optimizer).__name__}; {type(settings).__name__} would ignore its "
@@ -187,12 +192,19 @@ class MegatronBackend:
             group.update(settings.options())
         return self.optimizer
 
-    def _publish_masters(self) -> None:
-        """bf16: the masters' new values reach the parameters that compute."""
+    def _publish(self) -> None:
+        """The slices that moved make the masters whole on every data rank; under bf16 these reach what computes."""
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter:
-                    parameter.copy_(self.masters[name])
+            for name, part in self.slices.items():
+                group = self._repeats(self.table[name])
+                if group.size > 1:
+                    self.masters[name].copy_(whole_from_slices(part, self.masters[name], group))
+            self._round()
+
+    def _round(self) -> None:
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.data.copy_(self.masters[name])
 
     def clear_gradients(self) -> None:
         self.touched = False
@@ -228,30 +240,34 @@ class MegatronBackend:
         state = self._state(copies=True)
         checkpoint.read_tensors(folder, state, self.mesh)
         self._fill(state)
-        self._publish_masters()
+        self._round()
         self.clear_gradients()
 
-    def _slots(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(key prefix, stage parameter name, tensor shaped like it) of weights and moments."""
-        for name, master in self.masters.items():
-            yield "weights/{}", name, master.detach()
-        names = {id(self.masters[name]): name for name in self.masters}
-        for master, slots in () if self.optimizer is None else self.optimizer.state.items():
-            for slot, value in slots.items():
+    def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(key, stage parameter name, this rank's slice or a scalar) of optimizer state, in one order on all ranks."""
+        for name, part in self.slices.items() if self.optimizer is not None else ():
+            for slot, value in self.optimizer.state[part].items():
                 if value is not None:
-                    yield "optimizer/{}/" + slot, names[id(master)], value
+                    yield "optimizer/{}/" + slot, name, value
 
     def _state(self, copies: bool = False) -> dict[str, Tensor]:
-        """Flat {key: tensor} under Hugging Face names, cut tensors as DTensors of their wholes."""
+        """Flat {key: tensor} under Hugging Face names, cut tensors as DTensors of their wholes. Collective."""
         state: dict[str, Tensor] = {}
-        for key, name, value in self._slots():
-            entry = self.table[name]
-            if entry.copy and not copies:
-                continue
-            pieces = [value] * len(entry.parts) if value.dim() == 0 else split(value, entry, self.shape)
-            for part, piece in zip(entry.parts, pieces, strict=True):
-                state[key.format(part.name)] = piece.contiguous() if value.dim() == 0 else self._spread(piece, part)
+        for name, master in self.masters.items():
+            self._put(state, "weights/{}", name, master.detach(), copies)
+        for key, name, value in self._moments():
+            group = self._repeats(self.table[name])
+            whole = value if value.dim() == 0 else whole_from_slices(value, self.masters[name], group)
+            self._put(state, key, name, whole, copies)
         return state
+
+    def _put(self, state: dict[str, Tensor], key: str, name: str, value: Tensor, copies: bool) -> None:
+        entry = self.table[name]
+        if entry.copy and not copies:
+            return
+        pieces = [value] * len(entry.parts) if value.dim() == 0 else split(value, entry, self.shape)
+        for part, piece in zip(entry.parts, pieces, strict=True):
+            state[key.format(part.name)] = piece.clone() if value.dim() == 0 else self._spread(piece, part)
 
     def _spread(self, piece: Tensor, part: Part) -> Tensor:
         group = self._group(part)
@@ -267,26 +283,32 @@ class MegatronBackend:
     def _fill(self, state: dict[str, Tensor]) -> None:
         """Copy loaded pieces back into weights and moments."""
         with torch.no_grad():
-            for key, name, value in self._slots():
-                entry = self.table[name]
-                pieces = [state[key.format(part.name)] for part in entry.parts]
+            for name, master in self.masters.items():
+                master.copy_(self._joined(state, "weights/{}", name))
+            for key, name, value in self._moments():
                 if value.dim() == 0:
-                    value.copy_(pieces[0])
-                    continue
-                pieces = [piece.to_local() if isinstance(piece, DTensor) else piece for piece in pieces]
-                joined = join(pieces, entry, self.shape)
-                value[: len(joined)].copy_(joined)
+                    value.copy_(state[key.format(self.table[name].parts[0].name)])
+                else:
+                    value.copy_(own_slice(self._joined(state, key, name), self._repeats(self.table[name])))
+
+    def _joined(self, state: dict[str, Tensor], key: str, name: str) -> Tensor:
+        """A stage parameter's shape, from the pieces of its Hugging Face tensors."""
+        entry = self.table[name]
+        pieces = [state[key.format(part.name)] for part in entry.parts]
+        joined = join([local_of(piece) for piece in pieces], entry, self.shape)
+        whole = torch.zeros_like(self.masters[name])  # a padded vocabulary has more rows
+        whole[: len(joined)] = joined
+        return whole
 
     def _empty_optimizer(self, kind: str) -> None:
         """An optimizer with zero state of the right shapes, for the checkpoint to fill."""
         self._optimizer(AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0))
         assert self.optimizer is not None
-        for name, _ in self.trainable() if kind == "AdamW" else ():
-            master = self.masters[name]
-            self.optimizer.state[master] = {
+        for part in self.slices.values() if kind == "AdamW" else ():
+            self.optimizer.state[part] = {
                 "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
+                "exp_avg": torch.zeros_like(part),
+                "exp_avg_sq": torch.zeros_like(part),
             }
 
     def export(self, folder: Path, merge: str | None) -> None:
@@ -295,6 +317,12 @@ class MegatronBackend:
         weights = {name: value for name, value in self.weights().items() if not name.startswith("value_head.")}
         if self.mesh.rank == 0:
             self.adapter.model.save_pretrained(folder, state_dict=weights)
+
+
+def _summed(x: Tensor, group: CPGroup) -> Tensor:
+    total = x.clone()
+    _sum(total, group)
+    return total
 
 
 def _sum(x: Tensor, group: CPGroup) -> None:

@@ -11,12 +11,11 @@ import dataclasses
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 from torch.nn import functional
 
 from longspan.engine.megatron.collectives import gather_linear, pad_rows
+from longspan.engine.megatron.upstream import ColumnParallelLinear, PackedSeqParams, RowParallelLinear
 from longspan.layout import CPGroup
 from longspan.mixers.collectives import reduce_scatter
 from longspan.models.adapter import Context

@@ -8,17 +8,11 @@ tensor-parallel rank repeats it on all its tokens: exact, at tp times the head's
 """
 
 import copy
+import logging
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +22,15 @@ from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.layers import Column, CoreAttention, Norm, Row, StreamParams
 from longspan.engine.megatron.moe import Block, ExpertMLP
 from longspan.engine.megatron.shape import Shape
+from longspan.engine.megatron.upstream import (
+    GPTModel,
+    IdentityOp,
+    ProcessGroupCollection,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    TransformerLayer,
+    get_gpt_layer_local_spec,
+)
 from longspan.models.adapter import Adapter
 from longspan.models.moe import tap_routers
 from longspan.models.qwen3_vl import run_tower
@@ -138,6 +141,8 @@ def _gpt(shape: Shape, groups: Groups, blocks: dict[int, Block], *, rows: Any, d
     config = transformer_config(shape, dtype)
     layers = shape.stage(groups.pp.rank)
     specs = [_layer_spec(shape, blocks if n in blocks else None, rows) for n in layers]
+    # "GPTModel IS DEPRECATED", once a rank: the version is pinned for that reason
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     collection = ProcessGroupCollection()
     collection.tp = groups.tp.group or groups.alone
     collection.pp = groups.pp.group or groups.alone

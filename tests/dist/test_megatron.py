@@ -1,0 +1,289 @@
+"""The megatron backend against the oracle (plain Hugging Face, one unpacked sample at a time) and the fsdp backend.
+
+Few launches with many layouts each: importing megatron-core costs 8 s a process. Launches also plant a fault, which the
+same checks must find.
+"""
+
+import importlib.util
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from longspan import AdamW, Engine, EngineConfig, Objective, Sample, launch
+from longspan.engine.megatron.shape import shape_of
+from longspan.engine.megatron.weights import Entry, Part, join, local, split, take
+from longspan.engine.megatron.zero import own_slice
+from longspan.engine.planning import heads_per_rank
+from longspan.errors import UserError
+from longspan.launch import world
+from longspan.layout import CPGroup, Layout, parse_layout
+from longspan.models.loading import load_model
+from longspan.parity.cases import ALL, PPO, Case
+from longspan.parity.checks import ALL_CHECKS, Truth, check_layout
+from longspan.parity.compare import Request, prepare
+from longspan.parity.reference import Reference
+
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: see docs/megatron.md"
+)
+LENGTHS = (13, 1, 22, 7)
+CASES = {
+    "ppo": Case("ppo", "ppo", PPO),
+    "together": Case("together", "ppo", {**PPO, **ALL, "value": 0.5, "value_clip": 0.2}, "sample"),
+    "moe_aux": Case("moe_aux", "reinforce", {"moe_aux": 1.0}),
+    "moe_z": Case("moe_z", "reinforce", {"moe_z": 1.0}, "sample"),
+}
+
+
+def skip_sum_over_tp(backend):
+    """Each rank keeps its own heads' part of the q and k norms' gradient (NeMo-RL and Megatron shipped it)."""
+    original = backend._sum
+    backend._sum = lambda x, group: None if x.dim() == 1 else original(x, group)
+    return lambda: setattr(backend, "_sum", original)
+
+
+def skip_sum_over_data(backend):
+    """Gradients stay on the data rank that made them."""
+    original = backend._sum
+    backend._sum = lambda x, group: None
+    return lambda: setattr(backend, "_sum", original)
+
+
+FAULTS = {"tp": skip_sum_over_tp, "data": skip_sum_over_data}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model on layouts of as many ranks; the last layout once more with a fault planted."""
+
+    model: str
+    layouts: tuple[str, ...]
+    cases: tuple[str, ...]
+    fault: str | None = None
+    dtype: str = "float64"
+    checks: tuple[str, ...] = ("start", "logprob", "gradient", "weights")
+
+
+TWO = (
+    Job(
+        "qwen3",
+        ("cp2-ring", "cp2-ulysses", "pp2", "ep2", "tp2-sp", "tp2"),
+        ("ppo", "together"),
+        "tp",
+        checks=ALL_CHECKS,
+    ),
+    Job("qwen2", ("tp2-sp", "pp2"), ("ppo",), dtype="float32"),
+    Job("llama", ("tp2", "pp2"), ("ppo",), dtype="float32"),
+    Job("mistral", ("tp2-sp", "cp2-gather"), ("ppo",), dtype="float32"),
+    Job("qwen3_moe", ("ep2", "cp2-ring-ep2", "tp2-sp", "dp2"), ("ppo", "moe_aux", "moe_z"), "data"),
+    Job("qwen3_vl", ("cp2-ring", "tp2-sp", "tp2"), ("together",)),
+)
+FOUR = (Job("qwen3", ("tp2-cp2-gather", "pp2-cp2", "pp2-tp2-sp", "tp2-cp2-ring"), ("together",), "data"),)
+
+
+def prepared(job, path):
+    """The plan of a job; the oracle's answers go to `path`."""
+    request = Request(
+        f"tiny:{job.model}",
+        {},
+        dtype=job.dtype,
+        backend="megatron",
+        lengths=LENGTHS,
+        checks=job.checks,
+        steps=2,
+        cases=tuple(CASES[name] for name in job.cases),
+    )
+    dtype = torch.float64 if job.dtype == "float64" else torch.float32
+    plan, truth = prepare(request, Reference(request.model, dtype=dtype, value_head=True))
+    torch.save(truth, path)
+    return plan
+
+
+def check(plan, path, layouts, fault):
+    """In every rank: each layout's cells and digest, then the cells of the last layout with the fault planted."""
+    compares = world().rank == 0
+    truth = torch.load(path, weights_only=False) if compares else Truth.empty()
+    found = {}
+    for name in layouts:
+        own = replace(plan, config=replace(plan.config, layout=parse_layout(name)))
+        findings = check_layout(name, own, truth, compares=compares)
+        found[name] = (findings.cells, findings.digest.hexdigest())
+    if fault is not None:
+        from longspan.engine.megatron import backend
+
+        repair = FAULTS[fault](backend)
+        own = replace(own, checks=("gradient",))
+        found["fault"] = (check_layout("fault", own, truth, compares=compares).cells, "")
+        repair()
+    return found
+
+
+def run(jobs, folder, more=None):
+    """All jobs in one launch: (model, layout) -> cells of rank 0 and how many ranks were told other numbers."""
+    plans = [prepared(job, folder / f"{job.model}.pt") for job in jobs]
+
+    def body():
+        found = [check(plan, folder / f"{j.model}.pt", j.layouts, j.fault) for j, plan in zip(jobs, plans, strict=True)]
+        return found, more(folder) if more is not None else None
+
+    results = launch(body, ranks=parse_layout(jobs[0].layouts[0]).ranks, timeout_s=250)
+    table = {}
+    for number, job in enumerate(jobs):
+        for name, (cells, digest) in results[0][0][number].items():
+            odd = sum(result[0][number][name][1] != digest for result in results)
+            table[job.model, name] = (cells, odd)
+    return table, results[0][1]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return run(TWO, tmp_path_factory.mktemp("two"))[0]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("four")
+    return *run(FOUR, folder, resume), folder
+
+
+def hold(table, model, layout):
+    cells, odd = table[model, layout]
+    assert cells and not [cell for cell in cells if not cell.passed]
+    assert not odd, f"{odd} ranks of {layout} were told other numbers than rank 0"
+
+
+@installed
+@pytest.mark.parametrize(("model", "layout"), [(job.model, layout) for job in TWO for layout in job.layouts])
+def test_two_ranks_equal_the_oracle(two_ranks, model, layout):
+    hold(two_ranks, model, layout)
+
+
+@installed
+@pytest.mark.parametrize("layout", FOUR[0].layouts)
+def test_four_ranks_equal_the_oracle(four_ranks, layout):
+    hold(four_ranks[0], "qwen3", layout)
+
+
+@installed
+@pytest.mark.parametrize("model", [job.model for job in TWO if job.fault is not None])
+def test_a_missing_sum_on_two_ranks_is_found(two_ranks, model):
+    assert any(not cell.passed for cell in two_ranks[model, "fault"][0])
+
+
+@installed
+def test_a_missing_sum_on_four_ranks_is_found(four_ranks):
+    assert any(not cell.passed for cell in four_ranks[0]["qwen3", "fault"][0])
+
+
+def samples():
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for length in (13, 1, 22, 7):
+        ids = torch.randint(0, 90, (length + 1,), generator=generator)
+        fields = {"advantage": torch.randn(length, generator=generator), "old_logprob": torch.full((length,), -4.5)}
+        made.append(Sample(ids[:-1], ids[1:], torch.ones(length), fields))
+    return made
+
+
+def build(name, backend="megatron", **settings):
+    return Engine.build(
+        EngineConfig("tiny:qwen3", layout=parse_layout(name), backend=backend, max_tokens_per_rank=48, **settings)
+    )
+
+
+def step(engine):
+    engine.forward_backward(samples(), Objective("ppo", clip=0.2))
+    return engine.optim_step(AdamW(lr=1e-2, eps=1e-4, clip_norm=1.0))["grad/norm"]
+
+
+def resume(folder):
+    """Save under one layout, load under others and under fsdp: the same bits, and the same next step."""
+    first = build("tp2-cp2")
+    step(first)
+    first.save(folder / "checkpoint")
+    first.export(folder / "exported")
+    saved = first.state_dict()
+    norm = step(first)
+    after = first.state_dict()
+    found = {}
+    for target in ("tp2-cp2 megatron", "pp2-dp2 megatron", "tp2-pp2-sp megatron", "dp4 fsdp"):
+        name, backend = target.split()
+        other = build(name, backend, seed=7)
+        other.load(folder / "checkpoint")
+        equal = all(torch.equal(saved[key], value) for key, value in other.state_dict().items())
+        distance = abs(step(other) - norm) / norm
+        moved = max(float((value - after[key]).abs().max()) for key, value in other.state_dict().items())
+        found[target] = (equal, distance, moved, other.step)
+    return found, saved
+
+
+@installed
+def test_a_checkpoint_loads_under_any_layout_and_backend(four_ranks):
+    _, (found, saved), folder = four_ranks
+    for name, (equal, distance, moved, steps) in found.items():
+        assert equal, f"{name} loaded other weights"
+        assert steps == 2
+        limit = 0.0 if name == "tp2-cp2 megatron" else 1e-5
+        assert distance <= limit, name
+        assert moved <= limit, name
+    adapter, _ = load_model(str(folder / "exported"))
+    for name, parameter in adapter.model.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "settings", "message"),
+    [
+        ("qwen3", Layout(pp=3), {}, "pp=3 must divide the model's 2 layers. Use pp in"),
+        ("qwen3", Layout(pp=2, vpp=2), {}, "vpp=2"),
+        ("qwen3_moe", Layout(dp=3, ep=3), {}, "ep=3 must divide the model's 4 experts"),
+        ("qwen3_moe", Layout(tp=2, ep=2), {}, "spreads experts over data ranks"),
+        ("qwen3_moe", Layout(dp=2, etp=2), {}, "etp=2"),
+        ("qwen3_5", Layout(), {}, "no weight table for Qwen3_5ForCausalLM"),
+        ("qwen3", Layout(), {"offload": ("optimizer",)}, "offload"),
+        ("qwen3", Layout(), {"compile": True}, "compile=True"),
+    ],
+)
+def test_impossible_combinations_are_refused_with_what_works(model, layout, settings, message):
+    adapter, _ = load_model(f"tiny:{model}")
+    config = EngineConfig(f"tiny:{model}", layout=layout, backend="megatron", **settings)
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        shape_of(config, adapter, layout)
+
+
+def test_parts_of_every_tensor_parallel_rank_make_the_whole_again():
+    adapter, _ = load_model("tiny:qwen2")
+    shape = replace(shape_of(EngineConfig("tiny:qwen2", backend="megatron"), adapter, Layout()), tp=2)
+    whole = {name: parameter.detach() for name, parameter in adapter.model.named_parameters()}
+    groups = [CPGroup(None, rank, 2, (0, 1)) for rank in range(2)]
+    names = [f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv"]
+    entries = [
+        Entry(tuple(Part(name, "tp") for name in names), "qkv"),
+        Entry(tuple(Part(f"model.layers.0.mlp.{kind}_proj.weight", "tp") for kind in ("gate", "up")), "stack"),
+        Entry((Part("model.layers.0.self_attn.o_proj.weight", "tp", 1),)),
+        Entry((Part("model.embed_tokens.weight", "tp"),)),  # 97 rows: 49 and 48, the last padded to 49
+    ]
+    for entry in entries:
+        joined = [join([take(whole[p.name], p, group) for p in entry.parts], entry, shape) for group in groups]
+        assert joined[0].shape == joined[1].shape
+        parts = [split(piece, entry, shape) for piece in joined]
+        for place, part in enumerate(entry.parts):
+            rows = whole[part.name].shape[part.dim]
+            pieces = [local(parts[rank][place], part, rows, groups[rank]) for rank in range(2)]
+            assert torch.equal(torch.cat(pieces, part.dim), whole[part.name])
+
+
+def test_slices_of_every_data_rank_make_the_whole_again():
+    for numel in (1, 2, 7, 12):
+        whole = torch.arange(float(numel))
+        slices = [own_slice(whole, CPGroup(None, rank, 3, (0, 1, 2))) for rank in range(3)]
+        assert torch.equal(torch.cat(slices), whole)
+        slices[0].zero_()
+        assert whole[0] == 0.0, "a slice is a view"
+
+
+def test_heads_that_tensor_parallel_ranks_cannot_share_are_refused():
+    adapter, _ = load_model("tiny:qwen3")
+    with pytest.raises(UserError, match=r"tp=4 must divide .* Use tp in \(1, 2\)"):
+        heads_per_rank(Layout(tp=4), adapter)
