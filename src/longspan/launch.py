@@ -109,6 +109,7 @@ def _worker(rank: int, ranks: int, folder: str, device_name: str, payload: bytes
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LONGSPAN_DEVICE=device_name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with open(Path(folder) / f"stack-{rank}", "w") as stack:
+        faulthandler.enable(file=stack)  # a crash of native code leaves its stack
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         try:
             device = _device(device_name, rank)
@@ -151,7 +152,8 @@ def _collect(workers: list[Any], pipes: list[Any], folder: Path, timeout_s: floa
                 message = pipe.recv()
             except EOFError:
                 workers[rank].join(1.0)
-                failures[rank] = (time.time(), None, f"the process died with exit code {workers[rank].exitcode}")
+                stack = (folder / f"stack-{rank}").read_text()[:4000]
+                failures[rank] = (time.time(), None, f"the process died with exit code {workers[rank].exitcode}\n{stack}")
                 message = ("dead",)
             if message[0] == "ok":
                 results[rank] = pickle.loads(message[1])

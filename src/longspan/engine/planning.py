@@ -47,7 +47,7 @@ class Planner:
             if config.max_tokens_per_rank == "auto":
                 room = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30
                 self.fits = memory.budget(ROOM * room, size=self.layout.cp)
-        self.seconds_a_unit: float | None = None  # measured over predicted, from the calls before
+        self.seconds_a_unit = 0.0  # measured over modelled, of the call before
 
     def limits(self, lengths: list[int]) -> Limits:
         """"auto" grows with the longest sample, so that it always runs; an explicit budget is hard."""
@@ -63,7 +63,7 @@ class Planner:
     def observe(self, batch: Batch, plan: Plan, seconds: float) -> dict[str, float]:
         """plan/* metrics: what the cost model said beside what was measured, and how long ranks waited for each other.
 
-        plan/predicted_s scales the model by the calls before, so it is absent in the first one.
+        plan/predicted_s scales the model by the call before, so it is 0 in the first one.
         """
         lengths = batch.lengths
         units = makespan(plan, lengths, self.cost, step_cost=self.step_cost)
@@ -73,12 +73,11 @@ class Planner:
         busy = work + self.ranks * self.step_cost * len(plan.micro_steps)
         report = {
             "plan/micro_steps": float(len(plan.micro_steps)),
+            "plan/predicted_s": units * self.seconds_a_unit,
             "plan/measured_s": seconds,
             "plan/idle_share": max(0.0, 1.0 - busy / (self.ranks * units)),
             "plan/over_bound": units / max(lower_bound(lengths, self.limits(lengths), self.cost), 1e-30),
         }
-        if self.seconds_a_unit is not None:
-            report["plan/predicted_s"] = units * self.seconds_a_unit
         self.seconds_a_unit = seconds / units
         return report
 
