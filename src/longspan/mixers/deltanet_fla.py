@@ -17,7 +17,7 @@ over its initial state (bugs B10).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from fla.modules.causal_conv1d import causal_conv1d
@@ -61,7 +61,7 @@ def make_span(bounds: Sequence[int], device: torch.device, *, first: int = 0) ->
     """bounds: of the pieces, in tokens of the row."""
     counts = [-(-(end - start) // CHUNK) for start, end in pairwise(bounds)]
     chunks = [(sequence, chunk) for sequence, count in enumerate(counts) for chunk in range(count)]
-    offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    offsets = list(accumulate(counts, initial=0))
     cu = [bound - bounds[0] for bound in bounds]
     on_device = [torch.tensor(x).to(device, non_blocking=True) for x in (cu, chunks, offsets)]
     return Span(first, bounds[0], bounds[-1], *on_device)
