@@ -1,0 +1,135 @@
+"""Gated DeltaNet on two GPUs of one host: forward and forward+backward of convolution and rule, through the package.
+
+    python benchmarks/deltanet.py            # needs 2 GPUs and fla-core; --smoke runs on 2 CPU processes
+
+16 key and 32 value heads of 128, bf16; one 64k document and the 64k mix of 23 documents. Efficiency: time on one GPU
+(same process and run, runs left whole) / (ranks * time). "state" passes states between ranks, with runs left whole and
+cut into pieces of 4k to 16k tokens; "heads" shares the heads out by all-to-all. A repeat is the mean of CALLS calls one
+after the other, as layers come, on the slower rank. Errors: relative L2 of output and gradients against one GPU.
+fla autotunes at first use: keep TRITON_CACHE_DIR, with TRITON_CACHE_AUTOTUNING=1.
+"""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Report, Settings, cu_seqlens, settings, times_ms
+from torch import Tensor
+
+from longspan.launch import launch, world
+from longspan.layout import make_seqinfo
+from longspan.layout.mesh import CPGroup
+from longspan.layout.seqinfo import SeqInfo
+from longspan.mixers.deltanet_choose import choose_delta_kernel
+from longspan.mixers.deltanet_pieces import cut_pieces
+from longspan.mixers.linear import DeltaShape, DeltaWeights, LinearPrepared, gated_delta, prepare_linear
+
+RANKS, CALLS = 2, 3
+SHAPE = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+SMOKE = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=8)
+PIECES = (None, 4096, 8192, 16384)
+
+
+def timed(call: Callable[[], Any], repeats: int) -> list[float]:
+    """Milliseconds of a call, of the slower rank; ranks start together."""
+
+    def several() -> None:
+        for _ in range(CALLS):
+            call()
+
+    call()
+    found = []
+    for repeat in range(repeats + 1):
+        dist.barrier()
+        ms = times_ms(several, repeats=1, warmup=0)[0] / CALLS
+        found += [ms] if repeat else []  # the first one warms up
+    slowest: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(slowest, found)
+    return [max(values) for values in zip(*slowest, strict=True)]
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def ways(
+    info: SeqInfo, alone: SeqInfo, where: torch.device, dtype: torch.dtype
+) -> dict[str, tuple[SeqInfo, LinearPrepared]]:
+    """Name -> the row as this rank sees it, and how it is worked on."""
+    make = choose_delta_kernel(where, dtype).make
+
+    def state(seen: SeqInfo, longest: int | None) -> tuple[SeqInfo, LinearPrepared]:
+        pieces = cut_pieces(seen, longest)
+        return seen, LinearPrepared("state", pieces, seen.group, make(pieces, where), None)
+
+    found = {"one GPU": state(alone, None)}
+    found |= {f"one GPU, pieces of {longest}": state(alone, longest) for longest in PIECES if longest}
+    found |= {f"state, {f'pieces of {n}' if n else 'whole runs'}": state(info, n) for n in PIECES}
+    return found | {"heads": (info, prepare_linear(info, where, how="heads", dtype=dtype))}
+
+
+def bench_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+    """All ways on one row; runs on every rank, the result is the same on all."""
+    where, rank = world().device, dist.get_rank()
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    shape = SMOKE if asked.smoke else SHAPE
+    group = CPGroup(dist.group.WORLD, rank, RANKS, tuple(range(RANKS)))
+    cu = cu_seqlens(lengths, torch.device("cpu"))
+    info, alone = make_seqinfo("contiguous", cu, group), make_seqinfo("contiguous", cu, CPGroup.alone(rank))
+    draw = torch.Generator(device=where).manual_seed(0)  # the same row on every rank
+    tokens, channels, heads = sum(lengths), sum(shape.channels), shape.value_heads
+    sizes = [(tokens, channels), (tokens, heads), (tokens, heads), (tokens, heads, shape.value_dim)]
+    mixed, b, a, gradient = (torch.randn(s, device=where, generator=draw).to(dtype) for s in sizes)
+    conv = torch.randn(channels, 4, device=where, generator=draw).to(dtype).requires_grad_()
+    decays = [torch.full((heads,), -2.0, device=where, dtype=dtype).requires_grad_() for _ in range(2)]
+    rows: list[dict[str, Any]] = []
+    whole: list[Tensor] = []
+    for way, (seen, prepared) in ways(info, alone, where, dtype).items():
+        index = seen.index.to(where)
+        local = [x[index].contiguous().requires_grad_() for x in (mixed, b, a)]
+        pull = gradient[index].contiguous()
+
+        def forward(local: list[Tensor] = local, prepared: LinearPrepared = prepared) -> Tensor:
+            weights = DeltaWeights(conv, *decays)
+            return gated_delta(*local, weights, shape=shape, prepared=prepared, layer=0)
+
+        def both(local: list[Tensor] = local, pull: Tensor = pull, run: Callable[[], Tensor] = forward) -> list[Tensor]:
+            out = run()
+            return [out.detach(), *torch.autograd.grad(out, [*local, conv, *decays], pull)[:3]]
+
+        found = both()
+        whole = whole or found
+        mine = max(relative(x, y[index]) for x, y in zip(found, whole, strict=True))
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        with torch.no_grad():
+            forward_ms = timed(forward, asked.repeats)
+        rows.append(
+            {
+                "row": name,
+                "way": way,
+                "error": max(every),
+                "forward_ms": forward_ms,
+                "both_ms": timed(both, asked.repeats),
+            }
+        )
+        one, used = rows[0], 1 if way.startswith("one") else RANKS
+        for part in ("forward_ms", "both_ms"):
+            ratio = statistics.median(one[part]) / statistics.median(rows[-1][part]) / used
+            rows[-1][f"efficiency_{part.removesuffix('_ms')}"] = round(ratio, 3)
+    return rows
+
+
+def main() -> None:
+    asked = settings(__doc__ or "")
+    report = Report("deltanet", asked, (__doc__ or "").replace("\n", " "))
+    for name, lengths in asked.rows.items():
+        for row in launch(bench_row, asked, name, lengths, ranks=RANKS, timeout_s=1800)[0]:
+            report.add(**row)
+    report.save(bars=lambda row: (row["row"], row["way"], row["median_both_ms"]), unit="forward + backward, ms")
+
+
+if __name__ == "__main__":
+    main()
