@@ -22,7 +22,6 @@ POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("none", ()),
     ("selective", ()),
     ("full", ()),
-    ("full", ("checkpoints", "optimizer")),
 )
 
 
@@ -152,20 +151,19 @@ def _enough(request: Request, layout: Layout) -> int:
 def _smallest_change(request: Request, found: Sequence[Candidate]) -> str:
     """What to say when nothing fits: the memory a GPU, or the number of GPUs, that would."""
     longest = max(request.lengths)
-    lean = memory_of(request, "full", ("checkpoints", "optimizer"))
+    lean = memory_of(request, "full", ())
     need = lean.peak(-(-longest // request.gpus), request.gpus) / 2**30 + 1.0
     more = next(
         (
             gpus
             for gpus in (request.gpus * 2**k for k in range(1, 11))
-            if MemoryModel(request.shape, gpus, "full", ("checkpoints", "optimizer")).peak(-(-longest // gpus), gpus) / 2**30 + 1.0
-            <= request.memory_gib
+            if MemoryModel(request.shape, gpus, "full").peak(-(-longest // gpus), gpus) / 2**30 + 1.0 <= request.memory_gib
         ),
         None,
     )
     ways = [f"{need:.0f} GiB a GPU"] + ([f"{more} GPUs"] if more else [])
     return (
         f"no layout of {request.gpus} GPUs with {request.memory_gib:g} GiB each runs the longest sample ({longest} tokens). "
-        f"The smallest change that would: {' or '.join(ways)} (recompute='full', offload=('checkpoints', 'optimizer')). "
+        f"The smallest change that would: {' or '.join(ways)} (recompute='full'). "
         f"The closest layout says: {found[0].reason}"
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.data import FieldSpec, Sample, check_samples
 from longspan.errors import UserError
-from longspan.models.adapter import Adapter
+from longspan.models.adapter import Adapter, read_samples
 from longspan.models.lora import Routing
 
 __all__ = ["Batch", "fingerprint", "make_batch"]
@@ -63,6 +63,7 @@ def make_batch(
     declared |= {name: _field_spec(name, samples, dtype) for name in fields}
     if routing is not None:
         declared["adapter"] = FieldSpec(torch.int64, -1)
+    made, media = read_samples(adapter, samples)
     tensors, offset = [], 0
     for number, sample in enumerate(samples):
         length = len(sample.input_ids)
@@ -73,7 +74,7 @@ def make_batch(
             "needed": needed,
             "token": torch.arange(offset, offset + length),
         }
-        row |= adapter.sample_tensors(sample)
+        row |= made[number]
         row |= {name: values[number] for name, values in weights.items()}
         row |= {name: _field(name, sample, number, declared[name]) for name in fields}
         if routing is not None:
@@ -82,8 +83,7 @@ def make_batch(
             raise UserError(f"sample {number} has adapter={sample.adapter!r}, but this engine has no LoRA adapters")
         tensors.append(row)
         offset += length
-    media = tuple(tuple(adapter.media_tokens(sample)) for sample in samples)
-    return Batch(tuple(samples), tuple(tensors), declared, media)
+    return Batch(tuple(samples), tuple(tensors), declared, tuple(media))
 
 
 def _field_spec(name: str, samples: Sequence[Sample], dtype: torch.dtype) -> FieldSpec:

@@ -214,6 +214,8 @@ class Engine:
             raise UserError(f"moe_aux and moe_z need a mixture-of-experts model; {self.config.model} has no experts")
         if objective.mtp and not self.config.mtp_steps:
             raise UserError(f"mtp={objective.mtp} trains a multi-token-prediction head: set EngineConfig(mtp_steps=1) or more")
+        if objective.needs_teacher:
+            raise UserError(f"objective {objective.name!r} needs a teacher engine, which this call cannot be given. Use 'distill_topk'")
         objective.check(samples)
         return objective
 

@@ -38,6 +38,8 @@ class FSDPBackend:
                 raise UserError(f"{axis}={size} needs backend='megatron'; the fsdp backend runs dp, cp and ep")
         if config.layout.ep > 1 and moe_shape(adapter.model) is None:
             raise UserError(f"ep={config.layout.ep} needs a model with experts; {config.model} has none. Set ep=1")
+        if config.offload:
+            raise UserError(f"offload={config.offload} is not built yet. Leave it empty, or use recompute='full' and a larger cp")
         if config.layout.etp > 1:
             raise UserError(f"etp={config.layout.etp} needs backend='megatron'; the fsdp backend keeps an expert whole")
         self.mesh = mesh
