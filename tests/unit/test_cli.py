@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from longspan import cli
+from longspan.engine import EngineConfig
 from longspan.parity import command
 from longspan.parity.cells import Cell
+from longspan.parity.compare import Comparison
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +60,8 @@ def test_a_miss_is_status_1_and_named(
         Cell("cp2-ring", "gradient", "ppo", float("inf"), 1e-8, "model.embed_tokens.weight"),
         Cell("cp2-ring", "calls", "parts", 1e-15, 1e-12, "lm_head.weight"),
     ]
-    monkeypatch.setattr(command, "compare", lambda request: cells)
+    found = Comparison(cells, {}, "", EngineConfig(model="tiny:qwen3"))
+    monkeypatch.setattr(command, "compare", lambda request: found)
     out = tmp_path / "out.json"
     assert cli.main(["parity", "--model", "tiny:qwen3", "--plant", "shift", "--json", str(out)]) == 1
     shown = capsys.readouterr().out

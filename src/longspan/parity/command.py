@@ -15,11 +15,14 @@ import tyro
 from longspan.data.jsonl import read_jsonl
 from longspan.errors import LongspanError, UserError
 from longspan.layout import Layout, parse_layout
+from longspan.parity.certificate import certificates
 from longspan.parity.compare import Request, compare
 from longspan.parity.faults import FAULTS
 from longspan.parity.report import render, summary, write_json
 
 DEFAULT_LAYOUTS = "cp2-ulysses,cp2-ring,cp2-gather,cp4-hybrid,cp3-ring,dp2,dp2-cp2"
+
+CERTIFICATE = "certificate.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Options:
     """Where ranks run."""
     timeout_s: float = 600.0
     """Seconds for one launch of ranks."""
+    certificate: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write a certificate a layout: hashes, versions, worst figures; certificate.json for a model of your own."""
     json: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write worst_logprob, worst_gradient, worst_calls, passed and every cell to this file."""
 
@@ -67,14 +72,16 @@ def main(arguments: Sequence[str]) -> int:
         request = request_of(options)
         if options.model.startswith("tiny:"):
             torch.set_num_threads(1)  # the oracle's tensors are tiny: threads only get into each other's way
-        cells = compare(request)
+        found = compare(request)
     except LongspanError as error:
         print(f"longspan parity: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
-    render(cells, f"{options.model}, {options.dtype}, {options.backend} against the oracle", options.plant)
-    result = summary(cells)
+    render(found.cells, f"{options.model}, {options.dtype}, {options.backend} against the oracle", options.plant)
+    result = summary(found.cells)
     if options.json is not None:
         write_json(options.json, {"model": options.model, "dtype": options.dtype, "backend": options.backend} | result)
+    if options.certificate is not None or not options.model.startswith("tiny:"):
+        write_json(options.certificate or CERTIFICATE, certificates(found))
     return 0 if result["passed"] else 1
 
 

@@ -4,12 +4,14 @@ bf16 has no fixed tolerance: its oracle is fp32, the unsharded engine in bf16 ru
 1.2 times as far from the oracle as that. A planted fault (faults.py) is applied in every rank around the whole check.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import Tensor
 
 from longspan.data import Sample
 from longspan.engine import EngineConfig
@@ -49,8 +51,22 @@ class Request:
     device: str = "auto"
 
 
-def compare(request: Request) -> list[Cell]:
-    """All cells of all layouts, in the order asked."""
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What was found: all cells in the order asked, the worst gradient of each part of the model, and which model."""
+
+    cells: list[Cell]
+    parts: Mapping[str, Mapping[str, tuple[float, str]]]  # layout -> part -> (figure, parameter)
+    model_hash: str
+    config: EngineConfig
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.cells) and all(cell.passed for cell in self.cells)
+
+
+def compare(request: Request) -> Comparison:
+    """Run the oracle here and every layout in its ranks."""
     reference = Reference(request.model, dtype=ORACLE_DTYPE[request.dtype], seed=request.seed, value_head=True)
     plan, truth = prepare(request, reference)
     with TemporaryDirectory(prefix="longspan-parity-") as folder:
@@ -58,14 +74,27 @@ def compare(request: Request) -> list[Cell]:
         torch.save(truth, path)
         baseline: list[Cell] = []
         if request.dtype == "bfloat16":
-            baseline = _run(request, plan, path, {UNSHARDED: Layout()})
-        cells = []
+            baseline, _ = _run(request, plan, path, {UNSHARDED: Layout()})
+        cells, parts = [], {}
         for ranks in sorted({layout.ranks for layout in request.layouts.values()}):
             group = {name: layout for name, layout in request.layouts.items() if layout.ranks == ranks}
-            cells += _run(request, plan, path, group)
+            found, worst_of = _run(request, plan, path, group)
+            cells += found
+            parts |= worst_of
     order = list(request.layouts)
     cells.sort(key=lambda cell: order.index(cell.layout))
-    return [_against(cell, baseline) for cell in cells] if baseline else cells
+    if baseline:
+        cells = [_against(cell, baseline) for cell in cells]
+    return Comparison(cells, parts, model_hash(truth.start), plan.config)
+
+
+def model_hash(weights: Mapping[str, Tensor]) -> str:
+    """blake2b of all weights in the order of their names."""
+    digest = hashlib.blake2b(digest_size=20)
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name].detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
@@ -153,7 +182,12 @@ def is_moe(reference: Reference) -> bool:
     return any("expert" in name for name, _ in reference.named_parameters())
 
 
-def _run(request: Request, plan: Plan, truth: Path, layouts: Mapping[str, Layout]) -> list[Cell]:
+Parts = dict[str, tuple[float, str]]  # part of the model -> worst gradient and its parameter
+
+
+def _run(
+    request: Request, plan: Plan, truth: Path, layouts: Mapping[str, Layout]
+) -> tuple[list[Cell], dict[str, Parts]]:
     """One launch for layouts of one size. Ranks that fail or hang are a miss of their layouts, not of this program."""
     ranks = next(iter(layouts.values())).ranks
     try:
@@ -167,17 +201,15 @@ def _run(request: Request, plan: Plan, truth: Path, layouts: Mapping[str, Layout
             timeout_s=request.timeout_s,
             device=request.device,
         )
-    except RankError as error:
-        return [Cell(name, "run", "", float("inf"), 0.0, brief(error)) for name in layouts]
-    except UserError as error:
-        if request.plant is None:
+    except (RankError, UserError) as error:
+        if isinstance(error, UserError) and request.plant is None:
             raise
-        return [Cell(name, "run", "", float("inf"), 0.0, brief(error)) for name in layouts]
+        return [Cell(name, "run", "", float("inf"), 0.0, brief(error)) for name in layouts], {}
     cells = []
     for name in layouts:
-        cells += results[0][name][0]
-        cells.append(rank_cell(name, [result[name][1] for result in results]))
-    return cells
+        cells += results[0][name].cells
+        cells.append(rank_cell(name, [result[name].digest for result in results]))
+    return cells, {name: results[0][name].parts for name in layouts}
 
 
 def brief(error: LongspanError) -> str:
@@ -193,10 +225,17 @@ def rank_cell(layout: str, digests: Sequence[str]) -> Cell:
     return Cell(layout, "ranks", "all numbers", float(len(odd)), 0.0, where)
 
 
-def _in_rank(
-    plan: Plan, path: Path, layouts: Mapping[str, Layout], plant: str | None
-) -> dict[str, tuple[list[Cell], str]]:
-    """Body of one rank: every layout in turn -> (cells, digest)."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one rank found of one layout."""
+
+    cells: list[Cell]
+    digest: str
+    parts: Parts
+
+
+def _in_rank(plan: Plan, path: Path, layouts: Mapping[str, Layout], plant: str | None) -> dict[str, Told]:
+    """Body of one rank: every layout in turn."""
     compares = world().rank == 0
     truth = torch.load(path, weights_only=False) if compares else Truth.empty()
     out = {}
@@ -204,7 +243,7 @@ def _in_rank(
         for name, layout in layouts.items():
             own = replace(plan, config=replace(plan.config, layout=layout))
             findings: Findings = check_layout(name, own, truth, compares=compares)
-            out[name] = (findings.cells, findings.digest.hexdigest())
+            out[name] = Told(findings.cells, findings.digest.hexdigest(), findings.parts)
     return out
 
 
