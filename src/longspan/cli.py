@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "parity": Command("longspan.parity.command:main", "prove on your model that a layout changes no number"),
     "plan": Command("longspan.engine.plan_command:main", "show how a batch would be cut: micro-steps, ranks, memory"),
+    "bench": Command("longspan.engine.bench_command:main", "measure tokens a second and memory of a layout"),
     "export": Command(
         "longspan.rl.export_command:main", "longspan export RUN OUT: a run's weights as a Hugging Face folder"
     ),

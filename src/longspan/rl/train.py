@@ -136,15 +136,16 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
             print(line, flush=True)
     run = Run(job.run, engine, job.stages)
     run.begin(description)
-    job.train(engine, run)
-    run.finish()
-    results: dict[str, Any] = {"stopped": run.stopped, "folder": str(folder)}
-    if certificate is not None and not run.stopped:
+    results: dict[str, Any] = {"folder": str(folder)}
+    if certificate is not None:  # before step 1
         proof = certificate(engine_config)
         results["certified"] = proof["passed"]
         if here.rank == 0:
             (folder / "certificate.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
             print(f"certificate: parity {'holds' if proof['passed'] else 'MISSED, see certificate.json'}", flush=True)
+    job.train(engine, run)
+    run.finish()
+    results["stopped"] = run.stopped
     if here.rank == 0:
         print(f"report: {write_report(folder)}", flush=True)
         results |= {row["stage"]: row for row in read_jsonl(folder / "metrics.jsonl")}
