@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan import AdamW, CheckpointError, Engine, EngineConfig, Layout, Objective, RankError, Sample, UserError, launch
+from longspan import (
+    AdamW,
+    CheckpointError,
+    Engine,
+    EngineConfig,
+    Layout,
+    Objective,
+    OutOfMemory,
+    RankError,
+    Sample,
+    UserError,
+    launch,
+)
 from longspan.data import Plan, Row
 from longspan.layout import parse_layout
 
@@ -274,3 +286,23 @@ def wrong_layout():
 def test_a_layout_must_multiply_to_the_ranks():
     for message in launch(wrong_layout, ranks=2, timeout_s=60):
         assert "3 * 1 * 1 * 1 = 3" in message and "2" in message
+
+
+def out_of_memory():
+    engine = build("dp2")
+
+    def full(step, program):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine.backend.policy.forward = full  # what the allocator does, on every rank
+    try:
+        engine.forward_backward(make_samples(), Objective("importance_sampling"))
+    except OutOfMemory as error:
+        return str(error)
+    return "ran"
+
+
+def test_out_of_memory_says_what_would_fit():
+    for message in launch(out_of_memory, ranks=2, timeout_s=60):
+        for part in ("forward_backward", "peak", "sample lengths", "max_tokens_per_rank", "recompute='full'"):
+            assert part in message, (part, message)
