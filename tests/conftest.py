@@ -13,5 +13,8 @@ def pytest_configure():
 @pytest.fixture(scope="session", autouse=True)
 def fork_server(request):
     """Start the server where any collected test launches ranks; it imports torch and transformers once (10 to 20 s)."""
-    if any("dist" in str(item.path) or "parity" in str(item.path) or "e2e" in str(item.path) for item in request.session.items):
+    if any(
+        "dist" in str(item.path) or "parity" in str(item.path) or "e2e" in str(item.path)
+        for item in request.session.items
+    ):
         launch(int, ranks=1, timeout_s=300)

@@ -153,7 +153,11 @@ def _collect(workers: list[Any], pipes: list[Any], folder: Path, timeout_s: floa
             except EOFError:
                 workers[rank].join(1.0)
                 stack = (folder / f"stack-{rank}").read_text()[:4000]
-                failures[rank] = (time.time(), None, f"the process died with exit code {workers[rank].exitcode}\n{stack}")
+                failures[rank] = (
+                    time.time(),
+                    None,
+                    f"the process died with exit code {workers[rank].exitcode}\n{stack}",
+                )
                 message = ("dead",)
             if message[0] == "ok":
                 results[rank] = pickle.loads(message[1])
@@ -181,8 +185,9 @@ def _describe_hang(ranks: list[int], workers: list[Any], folder: Path, timeout_s
             os.kill(workers[rank].pid, signal.SIGUSR1)
     time.sleep(0.5)
     stacks = [f"rank {rank}:\n{(folder / f'stack-{rank}').read_text()[:2000]}" for rank in ranks]
-    return f"ranks {ranks} did not finish within {timeout_s:g} s. Raise timeout_s or look where they wait:\n" + "\n".join(
-        stacks
+    return (
+        f"ranks {ranks} did not finish within {timeout_s:g} s. Raise timeout_s or look where they wait:\n"
+        + "\n".join(stacks)
     )
 
 
@@ -220,7 +225,9 @@ def _device(name: str, local_rank: int) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if name != "cuda" or not torch.cuda.is_available():
-        raise UserError(f"device={name!r} is not available here. Use 'cpu', or 'cuda' on a machine with a GPU for each rank")
+        raise UserError(
+            f"device={name!r} is not available here. Use 'cpu', or 'cuda' on a machine with a GPU for each rank"
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

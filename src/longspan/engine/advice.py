@@ -85,7 +85,10 @@ def bound_s(request: Request, candidate: Candidate) -> float:
 
 def _layouts(request: Request) -> list[tuple[Layout, bool]]:
     """Static CP of every divisor, with ulysses and ring where they run, and dynamic CP over all GPUs."""
-    mixers = [("ulysses", "contiguous"), ("gather" if request.recurrent else "ring", "contiguous" if request.recurrent else "zigzag")]
+    mixers = [
+        ("ulysses", "contiguous"),
+        ("gather" if request.recurrent else "ring", "contiguous" if request.recurrent else "zigzag"),
+    ]
     found: list[tuple[Layout, bool]] = []
     for cp in range(1, request.gpus + 1):
         if request.gpus % cp == 0:
@@ -117,7 +120,9 @@ def memory_of(request: Request, recompute: str, offload: tuple[str, ...]) -> Mem
     return MemoryModel(request.shape, request.gpus, recompute, offload, bytes_per_value=request.bytes_per_value)
 
 
-def _evaluate(request: Request, layout: Layout, *, dynamic: bool, recompute: str, offload: tuple[str, ...]) -> Candidate:
+def _evaluate(
+    request: Request, layout: Layout, *, dynamic: bool, recompute: str, offload: tuple[str, ...]
+) -> Candidate:
     blank = Candidate(layout, dynamic, recompute, offload)
     memory = memory_of(request, recompute, offload)
     sizes = tuple(s for s in range(1, request.gpus + 1) if _deals(request, layout.mixer, s)) if dynamic else None
@@ -157,7 +162,8 @@ def _smallest_change(request: Request, found: Sequence[Candidate]) -> str:
         (
             gpus
             for gpus in (request.gpus * 2**k for k in range(1, 11))
-            if MemoryModel(request.shape, gpus, "full").peak(-(-longest // gpus), gpus) / 2**30 + 1.0 <= request.memory_gib
+            if MemoryModel(request.shape, gpus, "full").peak(-(-longest // gpus), gpus) / 2**30 + 1.0
+            <= request.memory_gib
         ),
         None,
     )

@@ -108,7 +108,9 @@ def _field(name: str, sample: Sample, number: int, spec: FieldSpec) -> Tensor:
     """[..., L] of one field; the default where a sample may lack it (only temperature)."""
     if name not in sample.fields:
         if name not in FILLS:
-            raise UserError(f"sample {number} has no field {name!r}, which others of the batch have. Give it to all or none")
+            raise UserError(
+                f"sample {number} has no field {name!r}, which others of the batch have. Give it to all or none"
+            )
         return torch.full((*spec.prefix, len(sample.input_ids)), spec.fill, dtype=spec.dtype)
     return sample.fields[name].movedim(0, -1).to(spec.dtype)
 

@@ -74,11 +74,17 @@ def main(arguments: Sequence[str]) -> int:
         table.add_column(column)
     for row in rows:
         table.add_row(
-            row["layout"], f"{row['first_s']:.2f}", f"{row['median_s']:.3f}", f"{row['tok_per_s']:,.0f}", f"{row['peak_gib']:.2f}"
+            row["layout"],
+            f"{row['first_s']:.2f}",
+            f"{row['median_s']:.3f}",
+            f"{row['tok_per_s']:,.0f}",
+            f"{row['peak_gib']:.2f}",
         )
     Console().print(table)
     if options.json is not None:
-        machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+        machine = (
+            torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+        )
         report = {"machine": machine, "torch": torch.__version__, "options": vars(options), "rows": rows}
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0

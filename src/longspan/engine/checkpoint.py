@@ -70,19 +70,25 @@ class agree:
         return None
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, OSError | ValueError | RuntimeError | dcp.api.CheckpointException):
+        if error is not None and not isinstance(
+            error, OSError | ValueError | RuntimeError | dcp.api.CheckpointException
+        ):
             return
         said = self.mesh.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
         for rank, message in enumerate(said):
             if message is not None:
-                raise CheckpointError(f"{self.what} failed on rank {rank}: {message}. The checkpoint before it is untouched") from error
+                raise CheckpointError(
+                    f"{self.what} failed on rank {rank}: {message}. The checkpoint before it is untouched"
+                ) from error
 
 
 def verify(path: Path, mesh: Mesh) -> dict:
     """Check that the folder is complete and uncorrupted (CRC of every file, shared over the ranks); returns the manifest."""
     with agree(mesh, f"loading {path}"):
         if not (path / MANIFEST).is_file():
-            raise CheckpointError(f"{path} holds no checkpoint: {MANIFEST} is missing. Pass a folder made by engine.save")
+            raise CheckpointError(
+                f"{path} holds no checkpoint: {MANIFEST} is missing. Pass a folder made by engine.save"
+            )
         try:
             manifest = json.loads((path / MANIFEST).read_text())
         except json.JSONDecodeError as error:
@@ -92,9 +98,13 @@ def verify(path: Path, mesh: Mesh) -> dict:
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing. Load an earlier checkpoint")
             if file.stat().st_size != size:
-                raise CheckpointError(f"{file} has {file.stat().st_size} bytes, saved with {size}. Load an earlier checkpoint")
+                raise CheckpointError(
+                    f"{file} has {file.stat().st_size} bytes, saved with {size}. Load an earlier checkpoint"
+                )
             if number % mesh.data_ranks == mesh.data_rank and _crc(file) != crc:
-                raise CheckpointError(f"{file} is corrupt: its CRC differs from the manifest's. Load an earlier checkpoint")
+                raise CheckpointError(
+                    f"{file} is corrupt: its CRC differs from the manifest's. Load an earlier checkpoint"
+                )
     return manifest
 
 

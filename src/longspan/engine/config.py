@@ -67,7 +67,9 @@ class EngineConfig:
                 f"max_tokens_per_rank={self.max_tokens_per_rank!r} must be a positive number of tokens a rank, or 'auto'"
             )
         if self.mtp_steps < 0 or (self.mtp_joint and not self.mtp_steps):
-            raise UserError(f"mtp_steps={self.mtp_steps} must be 0 or more, and above 0 with mtp_joint={self.mtp_joint}")
+            raise UserError(
+                f"mtp_steps={self.mtp_steps} must be 0 or more, and above 0 with mtp_joint={self.mtp_joint}"
+            )
         if self.mtp_steps and self.backend != "fsdp":
             raise UserError(f"mtp_steps={self.mtp_steps} needs backend='fsdp', got {self.backend!r}")
         if isinstance(self.freeze, str) or isinstance(self.offload, str):

@@ -135,11 +135,15 @@ class Engine:
         if "value" in outputs and not self.config.value_head:
             raise UserError("outputs=('value',) needs EngineConfig(value_head=True)")
         if ROUTES in outputs and moe_shape(self.adapter.model) is None:
-            raise UserError(f"outputs=({ROUTES!r},) needs a mixture-of-experts model; {self.config.model} has no experts")
+            raise UserError(
+                f"outputs=({ROUTES!r},) needs a mixture-of-experts model; {self.config.model} has no experts"
+            )
         batch = self._admit(samples, (), {})
         plan = self._agree(batch, self.planner.plan(batch))
         buffer = TokenBuffer(batch.lengths, self.mesh.device)
-        self.backend.run(self.builder.steps(batch, plan, Keep(routes=ROUTES in outputs)), Forward(tuple(outputs), buffer))
+        self.backend.run(
+            self.builder.steps(batch, plan, Keep(routes=ROUTES in outputs)), Forward(tuple(outputs), buffer)
+        )
         return buffer.collect(self.mesh.all)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -174,7 +178,9 @@ class Engine:
         Raises CheckpointError on every rank if any rank could not write (a full disk, say); `path` then holds what it held.
         """
         if self.backend.has_gradients():
-            raise UserError("save between forward_backward and optim_step would lose the gradients. Step or clear_gradients() first")
+            raise UserError(
+                "save between forward_backward and optim_step would lose the gradients. Step or clear_gradients() first"
+            )
 
         def write(folder: Path) -> None:
             self.backend.save(folder)
@@ -209,23 +215,32 @@ class Engine:
         if not samples:
             raise UserError("the batch has no samples. Pass at least one")
         if objective.needs_value and not self.config.value_head:
-            raise UserError(f"objective {objective.name!r} trains values: build the engine with EngineConfig(value_head=True)")
+            raise UserError(
+                f"objective {objective.name!r} trains values: build the engine with EngineConfig(value_head=True)"
+            )
         if (objective.moe_aux or objective.moe_z) and moe_shape(self.adapter.model) is None:
             raise UserError(f"moe_aux and moe_z need a mixture-of-experts model; {self.config.model} has no experts")
         if objective.mtp and not self.config.mtp_steps:
-            raise UserError(f"mtp={objective.mtp} trains a multi-token-prediction head: set EngineConfig(mtp_steps=1) or more")
+            raise UserError(
+                f"mtp={objective.mtp} trains a multi-token-prediction head: set EngineConfig(mtp_steps=1) or more"
+            )
         if objective.needs_teacher:
-            raise UserError(f"objective {objective.name!r} needs a teacher engine, which this call cannot be given. Use 'distill_topk'")
+            raise UserError(
+                f"objective {objective.name!r} needs a teacher engine, which this call cannot be given. Use 'distill_topk'"
+            )
         objective.check(samples)
         return objective
 
     def _keep(self, objective: Objective) -> Keep:
         return Keep(
-            attention=self.config.recompute == "selective" and not self.config.compile,  # compiled layers keep it themselves
+            attention=self.config.recompute == "selective"
+            and not self.config.compile,  # compiled layers keep it themselves
             router_logits=bool(objective.moe_aux or objective.moe_z),
         )
 
-    def _admit(self, samples: Sequence[Sample], fields: Sequence[str], weights: Mapping[str, Sequence[Tensor]]) -> Batch:
+    def _admit(
+        self, samples: Sequence[Sample], fields: Sequence[str], weights: Mapping[str, Sequence[Tensor]]
+    ) -> Batch:
         """The checked batch as per-token tensors, weights included."""
         streams = {WEIGHT + term: values for term, values in weights.items()}
         for term in ("moe_aux", "moe_z"):  # these weigh a sample as a whole: every token carries its sample's sum

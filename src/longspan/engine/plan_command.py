@@ -92,7 +92,7 @@ def _lengths(options: PlanOptions) -> tuple[int, ...]:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """"2000x63,65536" -> 63 times 2000 and one 65536. "mean/max" -> 64 lengths of a long-tailed (exponential) spread."""
+    """ "2000x63,65536" -> 63 times 2000 and one 65536. "mean/max" -> 64 lengths of a long-tailed (exponential) spread."""
     if "/" in text:
         mean, largest = (_positive(part, text) for part in text.split("/", 1))
         if mean > largest:
@@ -108,7 +108,9 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 def _positive(word: str, text: str) -> int:
     if not word.strip().isdigit() or int(word) < 1:
-        raise UserError(f"--lengths {text!r}: {word!r} is not a positive number. Write for example 2000x63,65536 or 4000/64000")
+        raise UserError(
+            f"--lengths {text!r}: {word!r} is not a positive number. Write for example 2000x63,65536 or 4000/64000"
+        )
     return int(word)
 
 
@@ -143,7 +145,12 @@ def _report(request: Request, found: Sequence[Candidate]) -> dict[str, Any]:
         "bottleneck": _bottleneck(request, best),
         "micro_steps": steps,
         "alternatives": [
-            {"name": c.name, "makespan_s": None if c.plan is None else c.makespan_s, "peak_memory_gib": c.peak_gib, "reason": c.reason}
+            {
+                "name": c.name,
+                "makespan_s": None if c.plan is None else c.makespan_s,
+                "peak_memory_gib": c.peak_gib,
+                "reason": c.reason,
+            }
             for c in found[1:]
         ],
     }
@@ -166,7 +173,9 @@ def _bottleneck(request: Request, candidate: Candidate) -> str:
     for rows in candidate.plan.micro_steps if candidate.plan else ():
         for row in rows:
             for i in row.samples:
-                for name, seconds in cost.parts(torch.tensor([float(request.lengths[i])]).double().numpy(), row.size).items():
+                for name, seconds in cost.parts(
+                    torch.tensor([float(request.lengths[i])]).double().numpy(), row.size
+                ).items():
                     totals[name] = totals.get(name, 0.0) + float(seconds[0])
     memory = memory_of(request, candidate.recompute, candidate.offload).parts(candidate.budget, candidate.layout.cp)
     return f"time: {max(totals, key=totals.__getitem__)}; memory: {max(memory, key=memory.__getitem__)}"
@@ -174,7 +183,9 @@ def _bottleneck(request: Request, candidate: Candidate) -> str:
 
 def _print(request: Request, found: Sequence[Candidate]) -> None:
     console, best, report = Console(), found[0], _report(request, found)
-    table = Table(title=f"{len(request.lengths)} samples, {sum(request.lengths):,} tokens, {request.gpus} GPUs of {request.memory_gib:g} GiB")
+    table = Table(
+        title=f"{len(request.lengths)} samples, {sum(request.lengths):,} tokens, {request.gpus} GPUs of {request.memory_gib:g} GiB"
+    )
     for column in ("layout", "recompute", "budget", "micro-steps", "predicted s", "against best", "peak GiB"):
         table.add_column(column)
     for candidate in found[:8]:
@@ -216,7 +227,12 @@ def _draw(request: Request, found: Sequence[Candidate], path: Path) -> None:
             for i in row["samples"]:
                 width = cost(request.lengths[i], row["size"])
                 axes.barh(
-                    row["start"] + row["size"] / 2 - 0.5, width, height=row["size"] * 0.95, left=left, color=f"C{i % 10}", edgecolor="white"
+                    row["start"] + row["size"] / 2 - 0.5,
+                    width,
+                    height=row["size"] * 0.95,
+                    left=left,
+                    color=f"C{i % 10}",
+                    edgecolor="white",
                 )
                 left += width
         start += max(row["seconds"] for row in rows)
@@ -229,7 +245,9 @@ def _draw(request: Request, found: Sequence[Candidate], path: Path) -> None:
     else:
         body = html.escape(json.dumps(_report(request, found), indent=2)[:20000])
         picture = base64.b64encode(image.getvalue()).decode()
-        path.write_text(f"<h1>{html.escape(found[0].name)}</h1><img src='data:image/png;base64,{picture}'><pre>{body}</pre>")
+        path.write_text(
+            f"<h1>{html.escape(found[0].name)}</h1><img src='data:image/png;base64,{picture}'><pre>{body}</pre>"
+        )
 
 
 if __name__ == "__main__":

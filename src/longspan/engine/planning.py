@@ -50,7 +50,7 @@ class Planner:
         self.seconds_a_unit = 0.0  # measured over modelled, of the call before
 
     def limits(self, lengths: list[int]) -> Limits:
-        """"auto" grows with the longest sample, so that it always runs; an explicit budget is hard."""
+        """ "auto" grows with the longest sample, so that it always runs; an explicit budget is hard."""
         budget = self.budget
         if budget == "auto":
             size = self.layout.cp if self.sizes is None else max(self.sizes)

@@ -8,6 +8,7 @@ Not supported, refused by name: dropout, modules_to_save, DoRA and biases; embed
 adapters on a vision tower (patches carry no adapter id).
 """
 
+import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,9 @@ class Routing:
         """The adapter's number for a sample; None means the only adapter there is."""
         name = sample.adapter if sample.adapter is not None or len(self.names) > 1 else self.names[0]
         if name not in self.names:
-            raise UserError(f"sample {index} has adapter={name!r}; this engine has {sorted(self.names)}. Name one of them")
+            raise UserError(
+                f"sample {index} has adapter={name!r}; this engine has {sorted(self.names)}. Name one of them"
+            )
         return self.names.index(name)
 
     def hook(self, name: str, tokens: bool) -> "object":
@@ -67,10 +70,14 @@ def add_adapters(adapter: Adapter, configs: Mapping[str, LoraConfig], seed: int)
     vision = (*adapter.parts().get("vision", ()), *adapter.parts().get("merger", ()))
     for path, layer in _layers(model):
         if not isinstance(layer.get_base_layer(), nn.Linear) or path in ("lm_head", "model.embed_tokens"):
-            raise UserError(f"LoRA on {path} is not supported: target linear layers inside the decoder or the vision tower")
+            raise UserError(
+                f"LoRA on {path} is not supported: target linear layers inside the decoder or the vision tower"
+            )
         inside_tower = any(path.startswith(prefix.rstrip(".")) for prefix in vision)
         if inside_tower and len(configs) > 1:
-            raise UserError(f"{len(configs)} adapters on the vision tower ({path}): patches carry no adapter. Use one adapter, or target the language model")
+            raise UserError(
+                f"{len(configs)} adapters on the vision tower ({path}): patches carry no adapter. Use one adapter, or target the language model"
+            )
         layer.set_adapter(list(layer.lora_A))
         for name, lora_a in layer.lora_A.items():
             lora_a.register_forward_pre_hook(routing.hook(name, not inside_tower))
@@ -91,7 +98,9 @@ def _check(name: str, config: LoraConfig) -> None:
     }
     for option, given in refused.items():
         if given:
-            raise UserError(f"adapter {name!r}: LoraConfig {option}={getattr(config, option)!r} is not supported. Leave it at its default")
+            raise UserError(
+                f"adapter {name!r}: LoraConfig {option}={getattr(config, option)!r} is not supported. Leave it at its default"
+            )
     if "." in name or not name:
         raise UserError(f"adapter name {name!r} must be a word without dots")
 
@@ -105,7 +114,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 def adapter_of(parameter_name: str) -> str | None:
     """The adapter that a parameter belongs to; None for the base. Names are peft's: ...lora_A.<adapter>.weight."""
     words = parameter_name.split(".")
-    for word, following in zip(words, words[1:], strict=False):
+    for word, following in itertools.pairwise(words):
         if word in ("lora_A", "lora_B"):
             return following
     return None

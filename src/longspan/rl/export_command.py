@@ -54,8 +54,12 @@ def find_checkpoint(given: Path) -> tuple[Path, Path]:
     if given.parent.name == "checkpoints":
         return given.parent.parent, given
     if not (given / "config.json").is_file():
-        raise CheckpointError(f"{given} is no run folder: config.json is missing. Pass the folder that `longspan train` printed")
-    complete = [file.with_suffix("") for file in (given / "checkpoints").glob("*.json") if file.with_suffix("").is_dir()]
+        raise CheckpointError(
+            f"{given} is no run folder: config.json is missing. Pass the folder that `longspan train` printed"
+        )
+    complete = [
+        file.with_suffix("") for file in (given / "checkpoints").glob("*.json") if file.with_suffix("").is_dir()
+    ]
     if not complete:
         raise CheckpointError(f"{given} has no complete checkpoint yet. Train until its first save")
     return given, max(complete, key=lambda path: path.stat().st_mtime)

@@ -23,8 +23,8 @@ from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, l
 from longspan.errors import CheckpointError, UserError
 from longspan.layout import Mesh
 from longspan.models.adapter import Adapter
-from longspan.models.moe import moe_shape
 from longspan.models.lora import adapter_of, add_adapters, merge_weights, write_adapter
+from longspan.models.moe import moe_shape
 
 __all__ = ["FSDPBackend"]
 
@@ -39,7 +39,9 @@ class FSDPBackend:
         if config.layout.ep > 1 and moe_shape(adapter.model) is None:
             raise UserError(f"ep={config.layout.ep} needs a model with experts; {config.model} has none. Set ep=1")
         if config.offload:
-            raise UserError(f"offload={config.offload} is not built yet. Leave it empty, or use recompute='full' and a larger cp")
+            raise UserError(
+                f"offload={config.offload} is not built yet. Leave it empty, or use recompute='full' and a larger cp"
+            )
         if config.layout.etp > 1:
             raise UserError(f"etp={config.layout.etp} needs backend='megatron'; the fsdp backend keeps an expert whole")
         self.mesh = mesh
@@ -59,7 +61,9 @@ class FSDPBackend:
             compile_layers(adapter, keep_inputs_only=kept_by_compiler)
         shard_policy(self.policy, mesh, compute=compute, master=self.master)
         self.policy.train()
-        self.optimizers: dict[str | None, torch.optim.Optimizer] = {}  # one an adapter; None: everything that is in none
+        self.optimizers: dict[
+            str | None, torch.optim.Optimizer
+        ] = {}  # one an adapter; None: everything that is in none
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(public name, parameter) of every trainable parameter; tied weights once."""
@@ -97,7 +101,9 @@ class FSDPBackend:
         """Which parameters a step moves: those of one adapter, or (without LoRA) all."""
         if not self.lora:
             if name is not None:
-                raise UserError(f"adapter={name!r}: this engine has no LoRA adapters. Build it with lora={{name: LoraConfig}}")
+                raise UserError(
+                    f"adapter={name!r}: this engine has no LoRA adapters. Build it with lora={{name: LoraConfig}}"
+                )
             return None
         if name is None and len(self.lora) == 1:
             return next(iter(self.lora))
@@ -118,7 +124,9 @@ class FSDPBackend:
                 "to drop this batch and go on"
             )
 
-    def _optimizer(self, settings: AdamW | SGD, parameters: list[nn.Parameter], adapter: str | None) -> torch.optim.Optimizer:
+    def _optimizer(
+        self, settings: AdamW | SGD, parameters: list[nn.Parameter], adapter: str | None
+    ) -> torch.optim.Optimizer:
         """This adapter's optimizer with the settings of this step; its state starts at the first one."""
         if adapter not in self.optimizers:
             self.optimizers[adapter] = make_optimizer(settings, parameters)
@@ -159,8 +167,12 @@ class FSDPBackend:
         saved = json.loads((folder / "backend.json").read_text())
         shapes = self._shapes()
         if saved["shapes"] != shapes:
-            wrong = [name for name in sorted({*shapes, *saved["shapes"]}) if shapes.get(name) != saved["shapes"].get(name)]
-            raise CheckpointError(f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded")
+            wrong = [
+                name for name in sorted({*shapes, *saved["shapes"]}) if shapes.get(name) != saved["shapes"].get(name)
+            ]
+            raise CheckpointError(
+                f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded"
+            )
         self.optimizers = {}
         for adapter, kind in saved["optimizers"].items() if optimizer else ():
             self._empty_optimizer(adapter or None, kind)
@@ -176,7 +188,9 @@ class FSDPBackend:
         state = {f"weights/{name}": parameter.detach() for parameter, name in names.items()}
         for optimizer in self.optimizers.values():
             for parameter, slots in optimizer.state.items():
-                state |= {f"optimizer/{names[parameter]}/{slot}": value for slot, value in slots.items() if value is not None}
+                state |= {
+                    f"optimizer/{names[parameter]}/{slot}": value for slot, value in slots.items() if value is not None
+                }
         return state
 
     def _empty_optimizer(self, adapter: str | None, kind: str) -> None:
@@ -225,7 +239,9 @@ def _make_value_head(adapter: Adapter, seed: int, dtype: torch.dtype) -> nn.Line
 def _set_mtp(adapter: Adapter, config: EngineConfig) -> None:
     """A head that is not trained is carried along: no gradient, no weight decay."""
     if config.mtp_steps and adapter.mtp is None:
-        raise UserError(f"mtp_steps={config.mtp_steps}: {config.model} has no multi-token-prediction head (dense, in `mtp.*`)")
+        raise UserError(
+            f"mtp_steps={config.mtp_steps}: {config.model} has no multi-token-prediction head (dense, in `mtp.*`)"
+        )
     if adapter.mtp is not None:
         adapter.mtp.steps, adapter.mtp.joint = config.mtp_steps, config.mtp_joint
         adapter.mtp.requires_grad_(config.mtp_steps > 0)
@@ -242,7 +258,9 @@ def _freeze(policy: Policy, freeze: tuple[str, ...], adapter: Adapter) -> None:
                 parameter.requires_grad_(False)
                 matched += 1
         if not matched:
-            raise UserError(f"freeze={entry!r} matches no parameter. Parts of this model: {sorted(parts)}; or use a name pattern")
+            raise UserError(
+                f"freeze={entry!r} matches no parameter. Parts of this model: {sorted(parts)}; or use a name pattern"
+            )
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         raise UserError(f"freeze={freeze} leaves nothing to train")
 
