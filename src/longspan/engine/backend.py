@@ -4,7 +4,8 @@ The engine hands a backend finished micro-steps (shards with their context) and 
 states). A backend knows nothing of samples, normalisation, plans or loss terms.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from longspan.layout import Shard
 from longspan.models.adapter import Context
 from longspan.models.lora import Routing
 from longspan.models.vision import MediaShard
+from longspan.objective import TeacherHead
 
 __all__ = ["Backend", "Head", "MicroStep", "Program"]
 
@@ -41,6 +43,7 @@ class MicroStep:
     needed: Tensor  # [T_local] bool CPU: tokens whose log-prob anything reads
     segment: Tensor  # [T_local] int64 on the device: which sample of the row
     drafted: Tensor | None = None  # [k, T_local] bool CPU: tokens whose MTP log-probs anything reads
+    teacher: TeacherHead | None = None  # a second engine's side of these tokens
 
 
 class Program(Protocol):
@@ -53,12 +56,16 @@ class Program(Protocol):
         """hidden [T_local, E], value [T_local] or None -> scalar to differentiate (already weighted: only sums follow)."""
         ...
 
-    def found(self) -> object:
-        """What `compute` collected on this rank, to be saved with torch.save. Pipelines: only the last stage computes."""
+    def aside(self, step: MicroStep) -> Tensor | None:
+        """Pipelines: what a stage before the last has from its own layers, and the sum of its own loss terms or None."""
         ...
 
-    def adopt(self, found: object) -> None:
-        """Take over what another rank `found`."""
+    def found(self) -> object:
+        """What `compute` and `aside` collected on this rank, to be saved with torch.save."""
+        ...
+
+    def adopt(self, found: Sequence[object]) -> None:
+        """Take over what the stages of a pipeline `found`, this rank's own among them, in stage order."""
         ...
 
 
@@ -69,6 +76,10 @@ class Backend(Protocol):
 
     def run(self, steps: Iterable[MicroStep], program: Program) -> None:
         """Run the program on every micro-step; training programs add their gradient to the accumulators."""
+        ...
+
+    def opened(self, step: MicroStep) -> AbstractContextManager[tuple[Tensor, Head]]:
+        """Last hidden states [T_local, E] and the output layer, without gradient, both alive inside the block."""
         ...
 
     def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:

@@ -28,14 +28,15 @@ from longspan.engine.outputs import Outputs, TokenBuffer
 from longspan.engine.planning import Planner, heads_per_rank
 from longspan.engine.program import WEIGHT, Forward, Train
 from longspan.engine.steps import Keep, StepBuilder
+from longspan.engine.teachers import check_teacher, with_teacher
 from longspan.errors import RankError, UserError
 from longspan.launch import world
 from longspan.layout import Mesh, resolve
 from longspan.models.adapter import Adapter
 from longspan.models.loading import load_model
-from longspan.models.moe import moe_shape
+from longspan.models.moe import check_routes, moe_shape, route_shares
 from longspan.models.mtp import shifted
-from longspan.objective import Objective, Stats, token_weights
+from longspan.objective import Objective, Stats, over_batch, over_samples, token_weights
 
 __all__ = ["Engine"]
 
@@ -68,6 +69,7 @@ class Engine:
         self.builder = StepBuilder(config, adapter, mesh, DTYPES[config.dtype])
         self.dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self.step = 0
+        self.alone = False  # the accumulated gradient is that of a call that must be its step's only one
 
     @classmethod
     def build(cls, config: EngineConfig) -> "Engine":
@@ -104,23 +106,28 @@ class Engine:
         objective: Objective | Callable[..., Tensor],
         normalise: str = "token",
         denominator: float | Mapping[str, float] | None = None,
+        teacher: "Engine | None" = None,
     ) -> dict[str, float]:
         """Add the exact gradient of sum(weight * token loss) to the accumulators; returns the metrics of this call.
 
         samples: the same on every rank, in the same order. objective: an Objective, or a callable fn(out, fields) -> [T].
         normalise, denominator: see objective/weights.py. k calls with parts of a batch add up to one call with all of it.
+        teacher: a second engine of the same vocabulary on the same ranks, for losses that read teacher_kl ("distill_full").
         Raises UserError naming the sample and the rule; then nothing was added.
         """
-        objective = self._check(samples, objective)
+        objective = self._check(samples, objective, teacher)
         started = self._start()
         weights = token_weights(
             samples, objective, normalise, denominator=denominator, by_adapter=self.config.lora is not None
         )
-        batch = self._admit(samples, objective.stream_fields(samples), weights)
+        batch = self._admit(samples, objective.stream_fields(samples), weights, objective.moe_over)
         plan = self._agree(batch, self.planner.plan(batch))
         steps = self.builder.steps(batch, plan, self._keep(objective))  # pack, shard: one micro-step at a time
-        program = Train(objective, Stats(self.mesh.device), objective.stream_fields(samples))
+        steps = steps if teacher is None else with_teacher(steps, teacher, samples, plan)
+        shares = self._shares(samples, weights["moe_aux"]) if objective.shares_routes else None
+        program = Train(objective, Stats(self.mesh.device), objective.stream_fields(samples), shares)
         self.backend.run(steps, program)
+        self.alone = objective.moe_over == "batch"
         return program.stats.reduce(self.mesh.all) | self._measured(batch, plan, started)
 
     def forward(self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",)) -> list[Outputs]:
@@ -210,7 +217,9 @@ class Engine:
         """
         publish(Path(path), self.mesh, lambda folder: self.backend.export(folder, merge))
 
-    def _check(self, samples: Sequence[Sample], objective: Objective | Callable[..., Tensor]) -> Objective:
+    def _check(
+        self, samples: Sequence[Sample], objective: Objective | Callable[..., Tensor], teacher: "Engine | None"
+    ) -> Objective:
         objective = objective if isinstance(objective, Objective) else Objective(objective)
         if not samples:
             raise UserError("the batch has no samples. Pass at least one")
@@ -224,12 +233,46 @@ class Engine:
             raise UserError(
                 f"mtp={objective.mtp} trains a multi-token-prediction head: set EngineConfig(mtp_steps=1) or more"
             )
-        if objective.needs_teacher:
+        if objective.needs_teacher != (teacher is not None):
+            says = "needs teacher=, a second engine" if teacher is None else "reads no teacher, but teacher= was given"
             raise UserError(
-                f"objective {objective.name!r} needs a teacher engine, which this call cannot be given. Use 'distill_topk'"
+                f"objective {objective.name!r} {says}. A teacher goes with 'distill_full', or with a callable that "
+                "uses 'teacher_kl'"
             )
+        if teacher is not None:
+            check_teacher(self, teacher)
+        self._check_alone(samples, objective)
         objective.check(samples)
         return objective
+
+    def _check_alone(self, samples: Sequence[Sample], objective: Objective) -> None:
+        """moe_over="batch": one call is the whole batch of an optimizer step, and brings the routes it counts."""
+        if (objective.moe_over == "batch" or self.alone) and self.backend.has_gradients():
+            raise UserError(
+                "moe_over='batch' counts the tokens of one call, which must be the only one before optim_step; gradients of an "
+                "earlier call are waiting. Pass all samples in one call after optim_step or clear_gradients(), or use "
+                "moe_over='sample'"
+            )
+        without = [number for number, sample in enumerate(samples) if ROUTES not in sample.fields]
+        if objective.shares_routes and without:
+            raise UserError(
+                f"moe_over='batch' with moe_aux needs recorded routes, and sample {without[0]} has no field {ROUTES!r}. Record "
+                f"them with engine.forward(samples, outputs=({ROUTES!r},)), or use moe_over='sample'"
+            )
+        adapters = sorted({str(sample.adapter) for sample in samples})
+        if objective.moe_over == "batch" and len(adapters) > 1:
+            raise UserError(
+                f"moe_over='batch' over the adapters {adapters} would mix their routes. Call once an adapter, with a step "
+                "after each, or use moe_over='sample'"
+            )
+
+    def _shares(self, samples: Sequence[Sample], weights: Sequence[Tensor]) -> Tensor:
+        """[layers, E]: what share of the tokens of all samples that weigh was sent to each expert."""
+        shape = moe_shape(self.adapter.model)
+        assert shape is not None, "_check refuses dense models"
+        weighing = [sample for sample, weight in zip(samples, weights, strict=True) if bool(weight.any())]
+        routes = [sample.fields[ROUTES] for sample in weighing or samples]
+        return route_shares(routes, shape.experts).to(self.mesh.device)
 
     def _keep(self, objective: Objective) -> Keep:
         return Keep(
@@ -239,16 +282,23 @@ class Engine:
         )
 
     def _admit(
-        self, samples: Sequence[Sample], fields: Sequence[str], weights: Mapping[str, Sequence[Tensor]]
+        self,
+        samples: Sequence[Sample],
+        fields: Sequence[str],
+        weights: Mapping[str, Sequence[Tensor]],
+        moe_over: str = "sample",
     ) -> Batch:
         """The checked batch as per-token tensors, weights included."""
         streams = {WEIGHT + term: values for term, values in weights.items()}
-        for term in ("moe_aux", "moe_z"):  # these weigh a sample as a whole: every token carries its sample's sum
+        spread = over_batch if moe_over == "batch" else over_samples
+        for term in ("moe_aux", "moe_z"):  # these weigh a sample, or the batch, as a whole
             if term in weights:
-                streams[WEIGHT + term] = [values.sum().expand(len(values)) for values in weights[term]]
+                streams[WEIGHT + term] = spread(weights[term])
         if "mtp" in weights:  # the weight of the token predicted, as a mean over steps
             steps = self.config.mtp_steps
             streams[WEIGHT + "mtp"] = [shifted(values, steps) / steps for values in weights["mtp"]]
+        routes = [sample.fields.get(ROUTES) for sample in samples]
+        check_routes(routes, moe_shape(self.adapter.model), self.config.model)
         replay = [ROUTES] if any(ROUTES in sample.fields for sample in samples) else []
         names = tuple(dict.fromkeys([*fields, "temperature", *replay]))
         return make_batch(

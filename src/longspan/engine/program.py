@@ -23,6 +23,7 @@ from longspan.objective import (
     chunk_loss,
     evaluate,
     evaluate_one_pass,
+    head_kl,
     head_outputs,
 )
 from longspan.objective.head_loss import head_loss
@@ -30,6 +31,7 @@ from longspan.objective.head_loss import head_loss
 __all__ = ["WEIGHT", "Forward", "Train"]
 
 WEIGHT = "weight/"  # stream name of a term's weights: weight/<term>
+ROUTES = "routed_experts"  # an output made of parts: every pipeline stage has its own layers'
 
 
 def head_arguments(head: Head, step: MicroStep, *, entropy: bool, topk: bool = False) -> dict[str, Any]:
@@ -53,6 +55,7 @@ class Train:
     objective: Objective
     stats: Stats
     fields: Sequence[str]  # streams that the losses read
+    shares: Tensor | None = None  # [layers, E] of a whole batch's routes, where moe_aux is over the batch
     trains: ClassVar[bool] = True
 
     def compute(self, hidden: Tensor, head: Head, value: Tensor | None, step: MicroStep) -> Tensor:
@@ -63,28 +66,50 @@ class Train:
         info = step.context.info
         segments = Segments(step.segment, len(info.cu_seqlens) - 1, streams["needed"], info.group)
         asked = head_arguments(head, step, entropy=objective.needs_entropy, topk=objective.needs_topk)
+        kl = self._teacher_kl(hidden, head, step) if objective.needs_teacher else None
         if objective.one_pass:  # the loss and its gradients formed inside the head: a matmul less
             formed = head_loss(hidden, head.weight, loss=chunk_loss(objective, fields, weights), **asked)
-            out = TokenOut(formed.logprob, formed.entropy, segments, value, formed.topk_logprob)
+            out = TokenOut(formed.logprob, formed.entropy, segments, value, formed.topk_logprob, kl)
             loss = evaluate_one_pass(objective, formed, out, fields=fields, weights=weights, stats=self.stats)
         else:
             made = head_outputs(hidden, head.weight, **asked)
-            out = TokenOut(made.logprob, made.entropy, segments, value, made.topk_logprob)
+            out = TokenOut(made.logprob, made.entropy, segments, value, made.topk_logprob, kl)
             loss = evaluate(objective, out, fields=fields, weights=weights, stats=self.stats)
         if objective.mtp:
             weight = streams[WEIGHT + "mtp"]
             loss = loss + draft_loss(hidden, head, step, weight=weight, coefficient=objective.mtp, stats=self.stats)
-        return loss + self._router_losses(step) if objective.moe_aux or objective.moe_z else loss
+        routers = self.aside(step)
+        return loss if routers is None else loss + routers
 
     def found(self) -> object:
         return self.stats.state()
 
-    def adopt(self, found: object) -> None:
+    def aside(self, step: MicroStep) -> Tensor | None:
+        state = step.context.moe
+        wanted = self.objective.moe_aux or self.objective.moe_z
+        return self._router_losses(step) if wanted and state is not None and state.logits else None
+
+    def adopt(self, found: Sequence[object]) -> None:
         self.stats.adopt(found)
 
+    def _teacher_kl(self, hidden: Tensor, head: Head, step: MicroStep) -> Tensor:
+        """[T_local] KL between both sides' whole distributions."""
+        assert step.teacher is not None, "engine checks"
+        return head_kl(
+            hidden,
+            head.weight,
+            step.teacher,
+            needed=step.needed,
+            temperature=step.shard.fields["temperature"],
+            bias=head.bias,
+            softcap=head.softcap,
+            direction=self.objective.teacher_direction,
+        )
+
     def _router_losses(self, step: MicroStep) -> Tensor:
-        """[] sum over samples of (summed token weight) * auxiliary loss of the sample; the weight stream repeats that sum."""
-        parts = router_terms(step.context.moe, info=step.context.info, lengths=step.shard.lengths)
+        """[] sum over samples of (the term's weight of a sample, at each of its tokens) * auxiliary loss of the sample."""
+        context = step.context
+        parts = router_terms(context.moe, info=context.info, lengths=step.shard.lengths, shares=self.shares)
         total = torch.zeros((), dtype=torch.float64, device=parts.aux.device)
         for name, coefficient, values in (
             ("moe_aux", self.objective.moe_aux, parts.aux),
@@ -108,17 +133,25 @@ class Forward:
     def compute(self, hidden: Tensor, head: Head, value: Tensor | None, step: MicroStep) -> Tensor:
         made = head_outputs(hidden, head.weight, **head_arguments(head, step, entropy="entropy" in self.outputs))
         found = {"logprob": made.logprob, "entropy": made.entropy, "value": value}
-        if "routed_experts" in self.outputs:
-            found["routed_experts"] = step.context.moe.recorded().movedim(-1, 0)  # [layers, k, T] -> [T, layers, k]
-        for name in self.outputs:
+        self.aside(step)
+        for name in (name for name in self.outputs if name != ROUTES):
             values = found[name]
             assert values is not None, f"{name} was checked in Engine.forward"
             self.buffer.put(name, values, step.shard.fields["token"])
         return torch.zeros((), device=hidden.device)
 
+    def aside(self, step: MicroStep) -> Tensor | None:
+        """Routes of this stage's routers, under the number of the first one."""
+        state = step.context.moe
+        if ROUTES in self.outputs and state is not None and state.routes:
+            values = state.recorded().movedim(-1, 0)  # [layers, k, T] -> [T, layers, k]
+            self.buffer.put_part(ROUTES, min(state.routes), values, step.shard.fields["token"])
+        return None
+
     def found(self) -> object:
         return self.buffer.flat
 
-    def adopt(self, found: object) -> None:
-        assert isinstance(found, dict)
-        self.buffer.flat = found
+    def adopt(self, found: Sequence[object]) -> None:
+        for flat in found:
+            assert isinstance(flat, dict)
+            self.buffer.flat |= flat

@@ -9,6 +9,7 @@ Losses per layer and per sample, over real tokens (never pads), summed over laye
 a token, c_e tokens sent to expert e and p_te the router's softmax,
     aux = E / (k n^2) * sum_e c_e sum_t p_te    (Switch Transformer eq. 4; 1 a layer when balanced)
     z   = 1 / n * sum_t logsumexp(logits_t)^2   (ST-MoE eq. 5)
+Over a whole batch, n and c_e are those of all its samples that weigh: `route_shares` takes them from recorded routes.
 Both come as per-token parts [T_local]: given the counts they are sums over tokens, so ranks add up and nothing divides
 later.
 """
@@ -21,12 +22,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from longspan.errors import UserError
 from longspan.layout.comm import all_gather
 from longspan.layout.seqinfo import SeqInfo
 from longspan.mixers.precision import accumulator
 from longspan.models.adapter import Context
 
-__all__ = ["MoEShape", "MoEState", "RouterTerms", "moe_shape", "router_terms", "tap_routers"]
+__all__ = [
+    "MoEShape",
+    "MoEState",
+    "RouterTerms",
+    "check_routes",
+    "moe_shape",
+    "route_shares",
+    "router_terms",
+    "tap_routers",
+]
 
 Scores = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (router, logits [T, E], experts [T, k]) -> scores [T, k]
 
@@ -125,9 +136,9 @@ ROUTERS: dict[str, Scores] = {
 }
 
 
-def tap_routers(layers: Sequence[nn.Module]) -> None:
-    """Put the hooks on every known router of a model's layers. Once, while building."""
-    number = 0
+def tap_routers(layers: Sequence[nn.Module], first: int = 0) -> None:
+    """Put the hooks on every known router of a model's layers, numbered from `first`. Once, while building."""
+    number = first
     for layer in layers:
         for router in _routers(layer):
             tap = _Tap(number, ROUTERS[type(router).__name__])
@@ -143,6 +154,34 @@ def moe_shape(model: nn.Module) -> MoEShape | None:
     return MoEShape(len(routers), routers[0].num_experts, routers[0].top_k) if routers else None
 
 
+def check_routes(routes: Sequence[Tensor | None], shape: MoEShape | None, model: str) -> None:
+    """Raises UserError naming the sample whose recorded routes [L, layers, k] this model cannot replay."""
+    for number, found in enumerate(routes):
+        if found is None:
+            continue
+        if shape is None:
+            raise UserError(f"sample {number} has routed_experts, but {model} has no experts. Leave the field out")
+        wanted = (shape.layers, shape.top_k)
+        if found.is_floating_point() or tuple(found.shape[1:]) != wanted:
+            raise UserError(
+                f"sample {number}: routed_experts is {found.dtype} of shape {list(found.shape)}; {model} needs integers "
+                f"[L, layers, k] = [{len(found)}, {wanted[0]}, {wanted[1]}]. Record them with "
+                "engine.forward(samples, outputs=('routed_experts',))"
+            )
+        if bool(((found < 0) | (found >= shape.experts)).any()):
+            raise UserError(
+                f"sample {number}: routed_experts lies between {int(found.min())} and {int(found.max())}; {model} has "
+                f"experts 0 to {shape.experts - 1}. Record them with this model"
+            )
+
+
+def route_shares(routes: Sequence[Tensor], experts: int) -> Tensor:
+    """Recorded routes [L, layers, k] of samples -> [layers, E] f64: c_e / n over all their tokens."""
+    whole = torch.cat(list(routes))  # [n, layers, k]
+    counts = [torch.bincount(layer.reshape(-1), minlength=experts) for layer in whole.unbind(1)]
+    return torch.stack(counts).double() / max(len(whole), 1)
+
+
 def router_terms(
     state: MoEState, *, info: SeqInfo, lengths: Sequence[int], shares: Tensor | None = None
 ) -> RouterTerms:
@@ -151,23 +190,24 @@ def router_terms(
     lengths: real tokens of each sample of the row (`Shard.lengths`). shares: [layers, E] of a whole batch's recorded
     routes, c_e / n over all its tokens: then aux uses these instead of each sample's own counts.
     """
-    device = state.logits[0].device
+    layers = sorted(state.logits)  # of a pipeline stage: its own
+    some = state.logits[layers[0]]
+    device = some.device
     segment = info.segment
     counts_of = torch.tensor([*lengths, 0])  # one more entry: the tail pad's segment
     real = info.position_in_document < counts_of[segment]
     size = torch.where(real, counts_of[segment], 1)  # [T_local]
-    wide = accumulator(state.logits[0].dtype)
+    wide = accumulator(some.dtype)
     scale = torch.where(real, 1.0 / size.double(), 0.0).to(device=device, dtype=wide)  # 1 / n, 0 on pads
     segment, real = segment.to(device), real.to(device)
-    layers = sorted(state.logits)
-    num_experts = state.logits[0].shape[1]
+    num_experts = some.shape[1]
     if shares is None:
         counts = torch.stack([_counts(state.routes[n], segment, real, len(lengths), num_experts) for n in layers])
         counts = all_gather(counts[None], info.group).sum(0)  # [layers, S + 1, E], whole row
     aux, z = torch.zeros_like(scale), torch.zeros_like(scale)
     for place, layer in enumerate(layers):
         logits = state.logits[layer].to(wide)
-        share = shares[place].expand(len(real), -1) if shares is not None else counts[place][segment] * scale[:, None]
+        share = shares[layer].expand(len(real), -1) if shares is not None else counts[place][segment] * scale[:, None]
         top_k = state.routes[layer].shape[1]
         aux = aux + num_experts / top_k * (share.to(wide) * logits.softmax(-1)).sum(-1) * scale
         z = z + logits.logsumexp(-1).square() * scale

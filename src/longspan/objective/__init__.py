@@ -9,7 +9,7 @@ from longspan.objective.segments import Segments
 from longspan.objective.stats import Stats
 from longspan.objective.teacher import TeacherHead, head_kl
 from longspan.objective.tokens import Fields, TokenOut
-from longspan.objective.weights import NORMALISE, term_masks, token_weights
+from longspan.objective.weights import NORMALISE, over_batch, over_samples, term_masks, token_weights
 
 __all__ = [
     "Fields",
@@ -30,6 +30,8 @@ __all__ = [
     "head_kl",
     "head_loss",
     "head_outputs",
+    "over_batch",
+    "over_samples",
     "record",
     "term_masks",
     "token_losses",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import UserError
+from longspan.objective.teacher import DIRECTIONS
 from longspan.objective.tokens import Fields, TokenOut
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "KL_ESTIMATORS",
     "LOSSES",
     "PPO",
+    "DistillFull",
     "DistillTopK",
     "Loss",
     "NoOptions",
@@ -139,7 +141,21 @@ class DistillTopK:
             )
 
 
-Options = NoOptions | PPO | CISPO | GSPO | DRO | Value | DistillTopK
+@dataclass(frozen=True, slots=True)
+class DistillFull:
+    """direction: "forward" is KL(teacher || student), "reverse" KL(student || teacher)."""
+
+    direction: str = "forward"
+
+    def __post_init__(self) -> None:
+        if self.direction not in DIRECTIONS:
+            raise UserError(
+                f"loss 'distill_full': direction={self.direction!r} is unknown. Use 'forward', KL(teacher || student), "
+                "or 'reverse'."
+            )
+
+
+Options = NoOptions | PPO | CISPO | GSPO | DRO | Value | DistillTopK | DistillFull
 
 
 # Ratio losses -----------------------------------------------------------------------------------------------
@@ -272,8 +288,8 @@ def distill_topk(out: TokenOut, fields: Fields, options: DistillTopK) -> Tensor:
     return torch.where(present, torch.exp(teacher) * (teacher - student), 0.0).sum(-1)
 
 
-def distill_full(out: TokenOut, fields: Fields, options: NoOptions) -> Tensor:
-    """KL against a teacher's whole distribution, formed in the head (objective/teacher.py)."""
+def distill_full(out: TokenOut, fields: Fields, options: DistillFull) -> Tensor:
+    """KL between the student's and a teacher's whole distributions, formed in the head (objective/teacher.py)."""
     return out.need_teacher_kl("distill_full")
 
 
@@ -337,5 +353,5 @@ LOSSES: dict[str, Loss] = {
     "reinforce": Loss(reinforce, NoOptions, ("advantage",)),
     "value": Loss(value_loss, Value, ("return",), uses=("value",)),
     "distill_topk": Loss(distill_topk, DistillTopK, TEACHER, uses=("topk_logprob",)),
-    "distill_full": Loss(distill_full, NoOptions, (), uses=("teacher_kl",)),
+    "distill_full": Loss(distill_full, DistillFull, (), uses=("teacher_kl",)),
 }

@@ -4,7 +4,7 @@ The gradient is that of  sum over terms of coefficient * sum over tokens of weig
 token_weights'.
 Terms evaluated on tokens here: the main loss (coefficient 1), kl, entropy, value. Terms evaluated inside the model,
 which this
-file only declares: moe_aux, moe_z (per layer and sample), mtp. Unknown or unfitting options raise; none is ignored.
+file only declares: moe_aux, moe_z (per layer, and per sample or over the batch), mtp. Unknown or unfitting options raise; none is ignored.
 """
 
 import math
@@ -22,6 +22,7 @@ from longspan.objective.losses import (
     KL_ESTIMATORS,
     LOSSES,
     TEACHER,
+    DistillFull,
     DistillTopK,
     NoOptions,
     Options,
@@ -36,6 +37,7 @@ __all__ = ["MODEL_TERMS", "Objective", "Term", "TokenLoss"]
 
 TokenLoss = Callable[[TokenOut, Fields], Tensor]  # [T] tensors -> [T]
 MODEL_TERMS = ("moe_aux", "moe_z", "mtp")
+MOE_OVER = ("sample", "batch")
 OUTPUTS = ("entropy", "value", "topk_logprob", "teacher_kl")  # beside logprob
 HEAD_OUTPUTS = ("logprob", "entropy", "topk_logprob")
 ENGINE_FIELDS = ("temperature", "routed_experts")  # read by the engine, never by a loss
@@ -78,6 +80,7 @@ class Objective:
     value_clip: float | None  # clip of the value loss; needs old_value
     moe_aux: float  # coefficient of the routers' load-balancing loss
     moe_z: float  # coefficient of the routers' z-loss
+    moe_over: str  # "sample": each sample has its own router statistics; "batch": one call is the batch
     mtp: float  # coefficient of the multi-token-prediction loss
     declared: tuple[str, ...] | None  # fields a callable reads; None: whatever all samples have
     uses: tuple[str, ...]  # what a callable reads of TokenOut beside logprob
@@ -92,6 +95,7 @@ class Objective:
         value: float = 0.0,
         moe_aux: float = 0.0,
         moe_z: float = 0.0,
+        moe_over: str = "sample",
         mtp: float = 0.0,
         kl_estimator: str = "k3",
         value_clip: float | None = None,
@@ -99,11 +103,11 @@ class Objective:
         fields: Sequence[str] | None = None,
         uses: Sequence[str] | None = None,
         token_wise: bool | None = None,
-        **options: float | None,
+        **options: float | str | None,
     ) -> None:
-        """options: those of the loss (clip, clip_high, dual_clip, beta, topk). For a callable fn(out, fields) -> [T]
+        """options: those of the loss (clip, clip_high, dual_clip, beta, topk, direction). For a callable fn(out, fields) -> [T]
         only: name of its term; fields it reads (None: all that every sample has); uses: what it reads of `out` beside
-        logprob, of "entropy" (default), "value", "topk_logprob", "teacher_kl"; token_wise=True: it does not use
+        logprob, of "entropy" (default), "value", "topk_logprob", "teacher_kl" (forward); token_wise=True: it does not use
         segments, so the one-pass head may form it chunk by chunk.
         """
         put = object.__setattr__  # the dataclass is frozen
@@ -125,6 +129,7 @@ class Objective:
         numbers = {"kl": kl, "entropy": entropy, "value": value, "moe_aux": moe_aux, "moe_z": moe_z, "mtp": mtp}
         for key, number in numbers.items():
             put(self, key, float(number))
+        put(self, "moe_over", moe_over)
         put(self, "kl_estimator", kl_estimator)
         put(self, "value_clip", value_clip)
         self._check(numbers)
@@ -143,6 +148,12 @@ class Objective:
         if self.kl_estimator != "k3" and self.kl == 0:
             raise UserError(
                 f"Objective: kl_estimator={self.kl_estimator!r} has no effect with kl=0.0. Give kl=, or leave it out."
+            )
+        if self.moe_over not in MOE_OVER:
+            raise UserError(f"Objective: moe_over={self.moe_over!r} is unknown. Use one of {', '.join(MOE_OVER)}.")
+        if self.moe_over == "batch" and not (self.moe_aux or self.moe_z):
+            raise UserError(
+                "Objective: moe_over='batch' has no effect with moe_aux=0.0 and moe_z=0.0. Give one, or leave it out."
             )
         if self.value_clip is not None and self.value == 0 and self.loss != "value":
             raise UserError(
@@ -213,6 +224,16 @@ class Objective:
     def needs_teacher(self) -> bool:
         """The call needs a teacher engine's hidden states and head."""
         return any("teacher_kl" in term.uses for term in self.terms)
+
+    @property
+    def shares_routes(self) -> bool:
+        """moe_aux counts recorded routes over the whole batch."""
+        return self.moe_over == "batch" and bool(self.moe_aux)
+
+    @property
+    def teacher_direction(self) -> str:
+        """Of TokenOut.teacher_kl; callables get the forward KL."""
+        return self.options.direction if isinstance(self.options, DistillFull) else "forward"
 
     @property
     def one_pass(self) -> bool:
@@ -290,7 +311,7 @@ def _only_for_callables(loss: str, **given: object) -> None:
         )
 
 
-def _named_options(loss: str, value_clip: float | None, given: Mapping[str, float | None]) -> Options:
+def _named_options(loss: str, value_clip: float | None, given: Mapping[str, float | str | None]) -> Options:
     """The options of a named loss; an unknown loss, or an option that it does not take, is refused by name."""
     if loss not in LOSSES:
         raise UserError(
@@ -305,6 +326,6 @@ def _named_options(loss: str, value_clip: float | None, given: Mapping[str, floa
         raise UserError(
             f"loss {loss!r} does not take {', '.join(wrong)}: its options are {', '.join(takes) if takes else 'none'} "
             "(beside kl, entropy, "
-            "value, moe_aux, moe_z, mtp and their settings). Remove the option, or choose a loss that has it."
+            "value, moe_aux, moe_z, moe_over, mtp and their settings). Remove the option, or choose a loss that has it."
         )
     return kind(**given)  # pyright: ignore[reportCallIssue, reportArgumentType]  (names checked above, values by the class)

@@ -7,7 +7,7 @@ its quantiles do not depend on how tokens were cut; they are exact to a bin's wi
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -73,10 +73,17 @@ class Stats:
         """Everything accumulated, for `adopt` on another rank."""
         return self._sums, self._means, self._maxima, self._histograms
 
-    def adopt(self, state: object) -> None:
-        """Take over what another rank accumulated, in place of what is here."""
-        assert isinstance(state, tuple) and len(state) == 4
-        self._sums, self._means, self._maxima, self._histograms = state
+    def adopt(self, states: Sequence[object]) -> None:
+        """Take over what the stages of a pipeline accumulated, in place of what is here: sums add up, and only one stage has
+        the others."""
+        self._sums = {}
+        for state in states:
+            assert isinstance(state, tuple) and len(state) == 4
+            for name, value in state[0].items():
+                _add(self._sums, name, value)
+            self._means |= state[1]
+            self._maxima |= state[2]
+            self._histograms |= state[3]
 
     def reduce(self, group: RowGroup | dist.ProcessGroup | None = None) -> dict[str, float]:
         """The numbers of all ranks of `group` (None: this rank alone), equal on each: two small collectives, one

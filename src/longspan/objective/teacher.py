@@ -20,7 +20,7 @@ from longspan.errors import UserError
 from longspan.objective.chunks import HeadInputs, HeadMatmul, plan_chunks
 from longspan.objective.head_rows import Rows, blocks, tempered, untempered_
 
-__all__ = ["TeacherHead", "head_kl"]
+__all__ = ["DIRECTIONS", "TeacherHead", "head_kl"]
 
 DIRECTIONS = ("forward", "reverse")
 
@@ -57,7 +57,7 @@ def head_kl(
     """hidden [T, E], weight [V, E] -> KL [T], 0 where not needed. Other arguments as in head_outputs."""
     if direction not in DIRECTIONS:
         raise UserError(
-            f"head_kl: direction={direction!r} is unknown. Use 'forward' (teacher || student) or 'reverse'."
+            f"head_kl: direction={direction!r} is unknown. Use 'forward', KL(teacher || student), or 'reverse'."
         )
     if teacher.weight.shape[0] != weight.shape[0] or teacher.hidden.shape[0] != hidden.shape[0]:
         raise UserError(

@@ -23,7 +23,7 @@ from longspan.data.sample import Sample
 from longspan.errors import UserError
 from longspan.objective.objective import Objective
 
-__all__ = ["NORMALISE", "Denominator", "term_masks", "token_weights"]
+__all__ = ["NORMALISE", "Denominator", "over_batch", "over_samples", "term_masks", "token_weights"]
 
 NORMALISE = ("token", "sample", "sample_sum", "constant", "sum")
 Denominator = float | Mapping[str, float] | None
@@ -53,6 +53,20 @@ def token_weights(
                 found[number] = weight
         weights[term] = found
     return weights
+
+
+def over_samples(weights: Sequence[Tensor]) -> list[Tensor]:
+    """A term that is one number a sample: every token carries the sum of its sample's weights, [L] each."""
+    return [values.sum().expand(len(values)) for values in weights]
+
+
+def over_batch(weights: Sequence[Tensor]) -> list[Tensor]:
+    """A term that is one number for the batch, as a mean over tokens: every token of a sample that weighs carries
+    W L_s / n, with W the sum of all weights and n the tokens of those samples. (The parts divide by their sample's
+    L_s.)"""
+    counted = [len(values) if bool(values.any()) else 0 for values in weights]
+    each = sum(float(values.sum()) for values in weights) / max(sum(counted), 1)
+    return [torch.full_like(values, each * length) for values, length in zip(weights, counted, strict=True)]
 
 
 def term_masks(samples: Sequence[Sample], term: str) -> list[Tensor]:

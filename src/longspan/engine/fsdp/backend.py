@@ -7,14 +7,16 @@ a weight. Refuses tp > 1 and pp > 1: those are the megatron backend's.
 import fnmatch
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.engine import checkpoint
-from longspan.engine.backend import MicroStep, Program
+from longspan.engine.backend import Head, MicroStep, Program
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.fsdp.compiled import compile_layers
 from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
@@ -80,6 +82,17 @@ class FSDPBackend:
                 else:
                     # Without backward FSDP keeps the root gathered, and the next optimizer step would not reach it.
                     self.policy.reshard()
+
+    @contextmanager
+    def opened(self, step: MicroStep) -> Iterator[tuple[Tensor, Head]]:
+        seen = _Seen()
+        with explain_out_of_memory(step, trains=False), torch.no_grad():
+            self.policy(step, seen)
+        assert seen.pair is not None, "the policy runs the program it is given"
+        try:
+            yield seen.pair
+        finally:
+            self.policy.reshard()
 
     def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:
         adapter = self._adapter(adapter)
@@ -218,6 +231,25 @@ class FSDPBackend:
                 write_adapter(folder if len(self.lora) == 1 else folder / name, name, config, weights)
         else:
             self.adapter.model.save_pretrained(folder, state_dict=merge_weights(weights, self.adapter.model, merge))
+
+
+class _Seen:
+    """A program that keeps what it is shown."""
+
+    trains: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.pair: tuple[Tensor, Head] | None = None
+
+    def compute(self, hidden: Tensor, head: Head, value: Tensor | None, step: MicroStep) -> Tensor:
+        self.pair = hidden, head
+        return torch.zeros((), device=hidden.device)
+
+    def found(self) -> object:
+        return self.pair
+
+    def adopt(self, found: object) -> None:
+        raise AssertionError("pipelines have no teachers")
 
 
 def full(tensor: Tensor) -> Tensor:

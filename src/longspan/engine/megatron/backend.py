@@ -10,6 +10,8 @@ bf16: fp32 masters; gradients are added in fp32 after each micro-step.
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,10 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from longspan.engine import checkpoint
-from longspan.engine.backend import MicroStep, Program
+from longspan.engine.backend import Head, MicroStep, Program
 from longspan.engine.config import EngineConfig
-from longspan.engine.megatron.build import build_stage
+from longspan.engine.megatron.build import build_chunks
 from longspan.engine.megatron.groups import make_groups
+from longspan.engine.megatron.model import Stage
 from longspan.engine.megatron.pipeline import run_pipeline
 from longspan.engine.megatron.weights import Entry, Part, gather, join, local, split
 from longspan.engine.megatron.zero import own_slice, sum_into_slice, whole_from_slices
@@ -41,9 +44,10 @@ class MegatronBackend:
         self.routing = None
         self.mesh, self.adapter = mesh, adapter
         self.groups = make_groups(mesh)
-        self.built = build_stage(config, adapter, mesh, self.groups)
-        self.stage, self.shape, self.table = self.built.stage, self.built.shape, self.built.table
-        self.parameters = dict(self.stage.named_parameters())
+        self.built = build_chunks(config, adapter, mesh, self.groups)
+        self.shape, self.table = self.built.shape, self.built.table
+        self.chunks = [stage for stage in self.built.chunks if isinstance(stage, Stage)]
+        self.parameters = dict(self.built.chunks.named_parameters())
         self.masters = self.built.masters
         self.wide: dict[str, Tensor] = {}  # bf16: fp32 sums of gradients by parameter name
         self.slices = {name: own_slice(self.masters[name], self._repeats(entry)) for name, entry in self.trainable()}
@@ -51,19 +55,13 @@ class MegatronBackend:
         self.touched = False
 
     def run(self, steps: Iterable[MicroStep], program: Program) -> None:
-        run_pipeline(self.stage, self.groups, self._checked(steps), program, after_backward=self._widen)
+        run_pipeline(self.chunks, self.groups, steps, program, after_backward=self._widen)
         self.touched |= program.trains
         if self.groups.pp.size > 1:
             self._share(program)
 
-    def _checked(self, steps: Iterable[MicroStep]) -> Iterator[MicroStep]:
-        for step in steps:
-            if step.context.moe is not None and self.groups.pp.size > 1:
-                raise UserError(
-                    f"pp={self.groups.pp.size}: recorded or replayed routes and moe_aux or moe_z need every router on "
-                    "the last stage, which is not built. Set pp=1 for them"
-                )
-            yield step
+    def opened(self, step: MicroStep) -> AbstractContextManager[tuple[Tensor, Head]]:
+        raise UserError("backend='megatron' cannot be a teacher. Build it with backend='fsdp'")
 
     def _widen(self) -> None:
         """bf16: move the micro-step's gradients into fp32 sums; other dtypes add up in parameter.grad."""
@@ -74,20 +72,18 @@ class MegatronBackend:
                 parameter.grad = None
 
     def _share(self, program: Program) -> None:
-        """What the last stage found reaches the others."""
-        source = self.groups.pp.ranks[-1]
+        """What every stage found reaches all of them."""
         blob = io.BytesIO()
-        if self.groups.last:
-            torch.save(program.found(), blob)
-        box = [blob.getvalue()]
-        dist.broadcast_object_list(box, src=source, group=self.groups.pp.group)
-        if not self.groups.last:
-            program.adopt(torch.load(io.BytesIO(box[0]), map_location=self.mesh.device, weights_only=False))
+        torch.save(program.found(), blob)
+        blobs: list[bytes] = [b""] * self.groups.pp.size
+        dist.all_gather_object(blobs, blob.getvalue(), group=self.groups.pp.group)
+        load = partial(torch.load, map_location=self.mesh.device, weights_only=False)
+        program.adopt([load(io.BytesIO(found)) for found in blobs])
 
     # gradients
 
     def trainable(self) -> Iterator[tuple[str, Entry]]:
-        """(stage parameter name, entry) of every trainable parameter of this stage, in the same order on its ranks."""
+        """(parameter name, entry) of every trainable parameter of this rank, in the same order on its ranks."""
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 yield name, self.table[name]
@@ -97,7 +93,7 @@ class MegatronBackend:
         return self.groups.replica if entry.axis == "ep" else self.groups.data
 
     def _reduced(self, sum_over_data: Callable[[Tensor, CPGroup], Tensor]) -> dict[str, Tensor]:
-        """Stage parameter name -> what sum_over_data makes of this rank's gradient, summed over whoever else has a part
+        """Parameter name -> what sum_over_data makes of this rank's gradient, summed over whoever else has a part
         of it. Accumulators stay as they are. Collective."""
         found = {}
         for name, entry in self.trainable():
@@ -107,7 +103,8 @@ class MegatronBackend:
             if entry.partial:
                 _sum(found[name], self.groups.tp)
         if self.shape.tied and self.groups.pp.size > 1 and (self.groups.first or self.groups.last):
-            name = "gpt.embedding.word_embeddings.weight" if self.groups.first else "gpt.output_layer.weight"
+            last = f"{self.shape.vpp - 1}.gpt.output_layer.weight"
+            name = "0.gpt.embedding.word_embeddings.weight" if self.groups.first else last
             if name in found:
                 _sum(found[name], self.groups.ends)
         return found
@@ -244,7 +241,7 @@ class MegatronBackend:
         self.clear_gradients()
 
     def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(key, stage parameter name, this rank's slice or a scalar) of optimizer state, in one order on all ranks."""
+        """(key, parameter name, this rank's slice or a scalar) of optimizer state, in one order on all ranks."""
         for name, part in self.slices.items() if self.optimizer is not None else ():
             for slot, value in self.optimizer.state[part].items():
                 if value is not None:
@@ -292,7 +289,7 @@ class MegatronBackend:
                     value.copy_(own_slice(self._joined(state, key, name), self._repeats(self.table[name])))
 
     def _joined(self, state: dict[str, Tensor], key: str, name: str) -> Tensor:
-        """A stage parameter's shape, from the pieces of its Hugging Face tensors."""
+        """A parameter's shape, from the pieces of its Hugging Face tensors."""
         entry = self.table[name]
         pieces = [state[key.format(part.name)] for part in entry.parts]
         joined = join([local_of(piece) for piece in pieces], entry, self.shape)
