@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 WORKERS ?= 2
 N ?= 2000
+SHARDS ?= 1
 
 .PHONY: env demo test check sweep mutants clean
 
@@ -26,8 +27,12 @@ test: env
 check: env
 	PATH="$(abspath $(BIN)):$$PATH" bash scripts/check
 
+# N random examples in SHARDS processes (up to 4 ranks each), then the sum of their records
 sweep: env
-	$(BIN)/python -m longspan.parity.sweep --n $(N)
+	rm -rf build/sweep && mkdir -p build/sweep
+	for shard in $$(seq $(SHARDS)); do OMP_NUM_THREADS=1 $(BIN)/python -m longspan.parity.sweep --n $$(($(N) / $(SHARDS))) \
+	  --seed $${shard}000 --json build/sweep/$$shard.json >build/sweep/$$shard.log 2>&1 & done; wait
+	$(BIN)/python -m longspan.parity.sweep_summary build/sweep/[0-9]*.json --n $$(($(N) / $(SHARDS) * $(SHARDS))) --json build/sweep/sum.json
 
 mutants: env
 	$(BIN)/python -m longspan.parity.mutants

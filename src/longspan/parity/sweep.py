@@ -3,13 +3,16 @@
 hypothesis runs on rank 0, which is also the oracle; each example goes to all ranks of a launch, and a miss raises on
 rank 0 only, so shrinking goes on with the same ranks. A launch runs a few dozen examples with its own seed, printed
 with every miss: process groups that engines leave behind end with their launch. Every example compares every trained
-token's log-prob, every gradient and (for one call) every metric; the batch is cut into random calls in random order.
+token's log-prob (in the given order, in another order, and one sample alone), every gradient and every metric (with
+several calls, the sums over calls); the batch is cut into random calls in random order. Shards: several runs with
+`--seed` a thousand apart and `--json`; sweep_summary.py adds them up.
 """
 
 import importlib
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -18,13 +21,12 @@ import torch
 import torch.distributed as dist
 import tyro
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
+from torch import Tensor
 
-from longspan.data import Image, Sample
+from longspan.data import Plan, Sample, make_plan
 from longspan.engine import Engine, EngineConfig
 from longspan.errors import LongspanError
 from longspan.launch import launch
-from longspan.layout import Layout
 from longspan.parity import differences
 from longspan.parity.cases import Case
 from longspan.parity.cells import LIMITS
@@ -32,51 +34,12 @@ from longspan.parity.checks import roomy_budget, tight_budget
 from longspan.parity.reference import Reference
 from longspan.parity.report import write_json
 from longspan.parity.samples import fill_fields
+from longspan.parity.sweep_coverage import REPEATED, covered
+from longspan.parity.sweep_examples import MODELS, Example, examples, make_sample
 
 EXAMPLES = 40  # of one launch
-TEXT = ("tiny:qwen3", "tiny:qwen2", "tiny:llama", "tiny:mistral")
-MODELS = (
-    *TEXT,
-    "tiny:qwen3_vl",
-    "tiny:qwen3_5",
-    "tiny:qwen3_5_vl",
-    "tiny:qwen3_moe",
-    "tiny:qwen3_next",
-    "tiny:gpt_oss",
-)
-RECURRENT = ("qwen3_5", "qwen3_next")
-WITH_IMAGES = ("tiny:qwen3_vl", "tiny:qwen3_5_vl")
-MOE = ("moe", "next", "gpt_oss")
-CELL = 8  # pixels a visual token of the tiny towers is high and wide
-IMAGE, VIDEO, START, END = 93, 94, 95, 96
 LIMIT = LIMITS["float64"]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sample to be made: plain numbers, so that a miss prints as something to type in again."""
-
-    length: int
-    prompt: int  # tokens before the response
-    holes: float  # share of the response that is masked
-    trained: bool
-    images: tuple[tuple[int, int, int], ...]  # (text tokens before it, height, width in visual tokens)
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Everything that one comparison depends on."""
-
-    model: str
-    layout: Layout
-    rows: tuple[Row, ...]
-    case: Case
-    calls: int
-    order: int  # seed of the order of samples
-    tight: bool
-    recompute: str
-    dynamic_cp: bool
+INVARIANCE = 1e-10  # log-probs of one sample in two packings: each is within rounding of the oracle's
 
 
 @dataclass(slots=True)
@@ -85,97 +48,35 @@ class Tally:
 
     examples: int = 0
     worst: dict[str, float] = field(default_factory=dict)
+    coverage: Counter[str] = field(default_factory=Counter)
 
     def note(self, name: str, figure: float) -> None:
         self.worst[name] = max(self.worst.get(name, 0.0), figure)
 
+    def add(self, other: "Tally") -> None:
+        self.examples += other.examples
+        self.coverage += other.coverage
+        for name, figure in other.worst.items():
+            self.note(name, figure)
 
-@st.composite
-def rows(draw: st.DrawFn, images: bool) -> Row:
-    length = draw(st.one_of(st.integers(1, 24), st.integers(1, 300)))
-    shapes: list[tuple[int, int, int]] = []
-    if images:
-        shapes = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 4), st.integers(1, 4)), max_size=3))
-    return Row(
-        length=length,
-        prompt=draw(st.integers(0, length - 1)),
-        holes=draw(st.sampled_from([0.0, 0.3, 0.8])),
-        trained=draw(st.integers(0, 5)) > 0,
-        images=tuple(shapes),
-        seed=draw(st.integers(0, 2**16)),
-    )
+    def figures(self) -> str:
+        return ", ".join(f"{name} {figure:.1e}" for name, figure in self.worst.items())
 
 
-@st.composite
-def cases(draw: st.DrawFn, model: str) -> Case:
-    options: dict[str, dict[str, object]] = {
-        "ppo": {"clip": 0.2, "dual_clip": draw(st.sampled_from([None, 3.0]))},
-        "cispo": {"clip": 0.2},
-        "gspo": {"clip": 0.2},
-        "dro": {"beta": 0.1},
-    }
-    names = ["cross_entropy", "importance_sampling", "reinforce", "value", "distill_topk", *options]
-    loss = draw(st.sampled_from(names))
-    chosen = dict(options.get(loss, {}))
-    if draw(st.booleans()):
-        chosen |= {"kl": 0.3, "kl_estimator": draw(st.sampled_from(["k1", "k2", "k3"]))}
-    if draw(st.booleans()):
-        chosen["entropy"] = 0.1
-    if loss != "value" and draw(st.booleans()):
-        chosen |= {"value": 0.5, "value_clip": draw(st.sampled_from([None, 0.2]))}
-    if any(part in model for part in MOE) and draw(st.booleans()):
-        chosen |= {"moe_aux": 0.1, "moe_z": 0.01}
-    rule = draw(st.sampled_from(["token", "sample", "sample_sum", "constant", "sum"]))
-    return Case(loss, loss, chosen, rule, 37.0 if rule == "constant" else None)
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the engine said of one example, on one rank."""
+
+    logprob: list[Tensor]  # [L] a sample, in the given order
+    reordered: list[Tensor]  # the same from a batch in another order
+    alone: tuple[int, Tensor]  # a sample's number and its log-probs from a batch of its own
+    metrics: Mapping[str, float]  # of the only call, or the sums that add up over calls
+    gradients: Mapping[str, Tensor]  # accumulated over all calls
+    covered: frozenset[str]
 
 
-@st.composite
-def layouts(draw: st.DrawFn, ranks: int, model: str) -> Layout:
-    cp = draw(st.sampled_from([size for size in (1, 2, 3, 4) if ranks % size == 0]))
-    recurrent = any(part in model for part in RECURRENT)
-    mixers = ["ring", "gather", "auto"] + (["ulysses"] if cp in (1, 2, 4) else []) + (["hybrid"] if cp == 4 else [])
-    index = "contiguous" if recurrent else draw(st.sampled_from(["auto", "contiguous", "zigzag"]))
-    return Layout(dp=ranks // cp, cp=cp, mixer=draw(st.sampled_from(mixers)), index=index)
-
-
-@st.composite
-def examples(draw: st.DrawFn, ranks: int, models: Sequence[str]) -> Example:
-    model = draw(st.sampled_from(models))
-    made = draw(st.lists(rows(model in WITH_IMAGES), min_size=1, max_size=7))
-    layout = draw(layouts(ranks, model))
-    dynamic = layout.mixer != "hybrid" and draw(st.integers(0, 4)) == 0
-    return Example(
-        model=model,
-        layout=layout,
-        rows=tuple(made),
-        case=draw(cases(model)),
-        calls=draw(st.integers(1, 3)),
-        order=draw(st.integers(0, 100)),
-        tight=draw(st.booleans()),
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
-        dynamic_cp=dynamic,
-    )
-
-
-def make_sample(row: Row) -> Sample:
-    """A row's sample, without fields."""
-    rng = np.random.default_rng(row.seed)
-    ids = rng.integers(0, IMAGE, row.length + 1).tolist()
-    pieces: list[int] = []
-    media = []
-    for before, height, width in row.images:
-        pieces += [*ids[:before], START, *[IMAGE] * (height * width), END]
-        ids = ids[before:] if len(ids) > before else ids[-1:]
-        media.append(Image(rng.integers(0, 256, (height * CELL, width * CELL, 3), dtype=np.uint8)))
-    tokens = np.array(pieces + ids)
-    length = len(tokens) - 1
-    mask = (np.arange(length) >= min(row.prompt, length - 1)) & (rng.random(length) >= row.holes)
-    mask &= tokens[1:] != IMAGE
-    return Sample(tokens[:-1], tokens[1:], mask if row.trained else np.zeros(length), media=media)
-
-
-def run(example: Example, samples: Sequence[Sample]) -> tuple[list[torch.Tensor], dict[str, float], dict]:
-    """What the engine says: log-probs, the metrics of the first call, accumulated gradients. Collective."""
+def run(example: Example, samples: Sequence[Sample]) -> Said:
+    """The example through the engine. Collective."""
     lengths = [len(sample) for sample in samples]
     layout = example.layout
     budget = tight_budget(lengths, layout.cp, layout.dp) if example.tight else roomy_budget(lengths, layout.cp)
@@ -189,17 +90,44 @@ def run(example: Example, samples: Sequence[Sample]) -> tuple[list[torch.Tensor]
         dynamic_cp=example.dynamic_cp,
     )
     engine = Engine.build(config)
-    logprob = [output["logprob"] for output in engine.forward(samples)]
-    order = np.random.default_rng(example.order).permutation(len(samples))
-    parts = [[samples[i] for i in order[start :: example.calls]] for start in range(example.calls)]
+    logprob = _logprob(engine, samples)
+    order = np.random.default_rng(example.order).permutation(len(samples)).tolist()
+    shuffled = _logprob(engine, [samples[i] for i in order])
+    single = order[0]
+    parts = [order[start :: example.calls] for start in range(example.calls)]
     parts = [part for part in parts if part]
     case = whole_batch(example.case, samples, calls=len(parts))
-    metrics: dict[str, float] = {}
-    for part in parts:
-        metrics = engine.forward_backward(
-            part, case.objective(), normalise=case.normalise, denominator=case.denominator
+    said = [
+        engine.forward_backward(
+            [samples[i] for i in part], case.objective(), normalise=case.normalise, denominator=case.denominator
         )
-    return logprob, metrics if len(parts) == 1 else {}, engine.gradients()
+        for part in parts
+    ]
+    plans = [(list(part), _plan(engine, [lengths[i] for i in part])) for part in (range(len(samples)), *parts)]
+    resolved = engine.mesh.layout
+    return Said(
+        logprob,
+        [shuffled[order.index(number)] for number in range(len(samples))],
+        (single, _logprob(engine, [samples[single]])[0]),
+        said[0] if len(said) == 1 else summed(said),
+        engine.gradients(),
+        frozenset(covered(example, samples, resolved.index, resolved.mixer, plans)),
+    )
+
+
+def _logprob(engine: Engine, samples: Sequence[Sample]) -> list[Tensor]:
+    return [output["logprob"] for output in engine.forward(samples)]
+
+
+def _plan(engine: Engine, lengths: list[int]) -> Plan:
+    planner = engine.planner
+    return make_plan(lengths, planner.limits(lengths), planner.cost, step_cost=planner.step_cost)
+
+
+def summed(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics that add up over calls with one denominator: loss terms and counts."""
+    names = [name for name in calls[0] if name.startswith(("loss/", "tok/"))]
+    return {name: sum(metrics[name] for metrics in calls) for name in names}
 
 
 def whole_batch(case: Case, samples: Sequence[Sample], *, calls: int) -> Case:
@@ -211,19 +139,21 @@ def whole_batch(case: Case, samples: Sequence[Sample], *, calls: int) -> Case:
     return replace(case, denominator=float(max(count, 1)))
 
 
-def compare(example: Example, reference: Reference, samples: Sequence[Sample], said, tally: Tally) -> None:
+def compare(example: Example, reference: Reference, samples: Sequence[Sample], said: Said, tally: Tally) -> None:
     """Raises AssertionError where the engine and the oracle differ."""
-    logprob, metrics, gradients = said
     reference.clear()
     with torch.no_grad():
         want = [reference.outputs(sample).logprob for sample in samples]
     result = reference.run(samples, example.case)
+    single, alone = said.alone
+    own = [samples[single]]
     checks = [
-        ("logprob", differences.tokens(logprob, want, samples), LIMIT.logprob),
-        ("gradient", differences.parameters(gradients, result.gradients, LIMIT.zero), LIMIT.gradient),
+        ("logprob", differences.tokens(said.logprob, want, samples), LIMIT.logprob),
+        ("order", differences.tokens(said.reordered, said.logprob, samples), INVARIANCE),
+        ("packing", differences.tokens([alone], [said.logprob[single]], own), INVARIANCE),
+        ("gradient", differences.parameters(said.gradients, result.gradients, LIMIT.zero), LIMIT.gradient),
+        ("metrics", differences.metrics(said.metrics, result.metrics), LIMIT.metric),
     ]
-    if metrics:
-        checks.append(("metrics", differences.metrics(metrics, result.metrics), LIMIT.metric))
     for name, (figure, where), limit in checks:
         tally.note(name, figure)
         assert figure <= limit, f"{name} {figure:.3g} > {limit:g} at {where}"
@@ -236,6 +166,7 @@ def sweep_ranks(number: int, start: int, models: Sequence[str]) -> tuple[Tally, 
         return Tally(), None
     tally = Tally()
     references: dict[str, Reference] = {}
+    seen: set[str] = set()
 
     @seed(start)
     @settings(
@@ -255,6 +186,8 @@ def sweep_ranks(number: int, start: int, models: Sequence[str]) -> tuple[Tally, 
         dist.broadcast_object_list([(example, samples)], src=0)
         said = run(example, samples)
         tally.examples += 1
+        tally.coverage.update(said.covered | ({REPEATED} if repr(example) in seen else set()))
+        seen.add(repr(example))
         compare(example, reference, samples, said, tally)
 
     miss = None
@@ -283,8 +216,8 @@ class Options:
     n: int = 200
     """Examples in all, shared over 1, 2, 3 and 4 ranks."""
     seed: int = 0
-    """The first launch's seed; each launch adds 1."""
-    ranks: tuple[int, ...] = (2, 3, 4, 1)
+    """The first launch's seed; each launch adds 1, so shards take seeds 1000 apart."""
+    ranks: tuple[int, ...] = (2, 4, 3, 4, 2, 1)
     """Numbers of ranks that launches go through in turn."""
     models: tuple[str, ...] = MODELS
     """Tiny models to draw from."""
@@ -305,21 +238,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )[0]
         except LongspanError as error:
             tally, miss = Tally(size), f"seed {options.seed + number}: {error}"
-        total.examples += tally.examples
-        for name, figure in tally.worst.items():
-            total.note(name, figure)
+        total.add(tally)
         if miss is not None:
             misses.append(f"{ranks} ranks, {miss}")
             print(misses[-1], flush=True)
-        figures = ", ".join(f"{name} {figure:.1e}" for name, figure in total.worst.items())
-        print(
-            f"{total.examples} examples, {len(misses)} misses, worst {figures}, {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
+        seconds = time.monotonic() - started
+        print(f"{total.examples} examples, {len(misses)} misses, worst {total.figures()}, {seconds:.0f} s", flush=True)
         number += 1
     if options.json is not None:
-        record = {"examples": total.examples, "misses": misses, "worst": total.worst, "passed": not misses}
-        write_json(options.json, record)
+        write_json(
+            options.json,
+            {
+                "seeds": [options.seed, options.seed + number - 1],
+                "examples": total.examples,
+                "misses": misses,
+                "worst": total.worst,
+                "coverage": dict(sorted(total.coverage.items())),
+                "seconds": round(time.monotonic() - started),
+                "passed": not misses,
+            },
+        )
     return 1 if misses else 0
 
 
