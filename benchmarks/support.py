@@ -129,8 +129,8 @@ def _in_rank(plan: Plan, path: Path, names: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         backend = "megatron" if name.startswith(MEGATRON) else "fsdp"
-        config = replace(plan.config, layout=parse_layout(name.removeprefix(MEGATRON)), backend=backend)
         try:
+            config = replace(plan.config, layout=parse_layout(name.removeprefix(MEGATRON)), backend=backend)
             findings = check_layout(name, replace(plan, config=config), truth, compares=compares)
         except UserError as error:
             found[name] = str(error)

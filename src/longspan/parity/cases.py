@@ -43,6 +43,10 @@ class Case:
         ]
         return [main, *extra]
 
+    def draft_terms(self) -> list[tuple[str, float]]:
+        """(name, coefficient) of the loss of a multi-token-prediction head."""
+        return [("mtp", float(self.settings["mtp"]))] if "mtp" in self.settings else []
+
     def router_terms(self) -> list[tuple[str, float]]:
         """(name, coefficient) of the terms that routers make, one number a sample."""
         return [(name, float(self.settings[name])) for name in ROUTER_TERMS if name in self.settings]
@@ -76,9 +80,11 @@ ALL = {"kl": 0.1, "entropy": 0.01}
 STEP_CASE = Case("steps", "ppo", {**PPO, **ALL}, "sample")
 
 
-def default_cases(*, value_head: bool, moe: bool = False) -> tuple[Case, ...]:
+def default_cases(*, value_head: bool, moe: bool = False, mtp: bool = False) -> tuple[Case, ...]:
     """Every loss alone, every extra term, every rule, and all terms together."""
     routers = (Case("moe_aux", "reinforce", {"moe_aux": 1.0}), Case("moe_z", "reinforce", {"moe_z": 1.0}, "sample"))
     together = {**PPO, **ALL, **({"value": 0.5, "value_clip": 0.2} if value_head else {})}
     values = VALUE if value_head else ()
-    return (*LOSSES, *values, *TERMS, *(routers if moe else ()), *RULES, Case("together", "ppo", together, "sample"))
+    drafts = (Case("mtp", "cross_entropy", {"mtp": 0.7}), Case("mtp_sample", "ppo", {**PPO, "mtp": 0.3}, "sample"))
+    extra = (*TERMS, *(routers if moe else ()), *(drafts if mtp else ()))
+    return (*LOSSES, *values, *extra, *RULES, Case("together", "ppo", together, "sample"))

@@ -183,7 +183,7 @@ def _note_parts(
 ) -> None:
     """Worst gradient of the adapter's parts over the cases so far, for the certificate."""
     distances = differences.each_parameter(got, want, zero)
-    for part, prefixes in {**engine.adapter.parts(), "value head": ("value_head.",)}.items():
+    for part, prefixes in {**engine.adapter.parts(), "value head": ("value_head.",), "mtp head": ("mtp.",)}.items():
         own = [(figure, name) for name, figure in distances.items() if name.startswith(tuple(prefixes))]
         if own and prefixes:
             findings.parts[part] = max(max(own), findings.parts.get(part, (0.0, "")))

@@ -104,7 +104,8 @@ def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
         samples = default_samples(reference, request.lengths)
     samples = fill_fields(samples, reference)
     value_head, moe = reference.value_head is not None, is_moe(reference)
-    cases = request.cases if request.cases is not None else default_cases(value_head=value_head, moe=moe)
+    mtp = reference.mtp is not None and reference.mtp.steps > 0
+    cases = request.cases if request.cases is not None else default_cases(value_head=value_head, moe=moe, mtp=mtp)
     config = EngineConfig(
         model=request.model,
         backend=request.backend,
@@ -113,6 +114,7 @@ def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
         value_head=value_head,
         recompute=request.recompute,
         dynamic_cp=request.dynamic_cp,
+        mtp_steps=reference.mtp.steps if mtp else 0,
     )
     plan = Plan(
         config=config,

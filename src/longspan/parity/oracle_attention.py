@@ -148,10 +148,15 @@ def use_plain_layers(model: nn.Module) -> None:
     model.set_attn_implementation(NAME)
     model.set_experts_implementation("eager")  # transformers' default, a grouped matmul, has no fp64
     for name, module in list(model.named_modules()):
-        kind = type(module).__name__
-        if kind.endswith("GatedDeltaNet"):
+        if type(module).__name__.endswith("GatedDeltaNet"):
             _put(model, name, PlainDeltaNet(module))
-        elif kind in ZERO_CENTRED:
+    use_plain_norms(model)
+
+
+def use_plain_norms(model: nn.Module) -> None:
+    """The same for zero-centred norms alone."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ in ZERO_CENTRED:
             _put(model, name, PlainNorm(module))
 
 

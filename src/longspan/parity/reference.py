@@ -9,6 +9,7 @@ sample.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,6 +29,7 @@ from longspan.parity.cases import Case
 from longspan.parity.formulas import Tokens
 from longspan.parity.oracle_attention import use_plain_layers
 from longspan.parity.oracle_media import MediaInputs, hidden_with_media
+from longspan.parity.oracle_mtp import DecoderLog, plain_mtp
 from longspan.parity.oracle_routers import RouterLog
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_: coefficient = clip / (norm + 1e-6), at most 1
@@ -42,7 +44,9 @@ class Result:
 
 
 class Reference:
-    """The oracle of one model. freeze: prefixes of parameter names."""
+    """The oracle of one model. freeze: prefixes of parameter names. mtp_steps: of a head, where the model has one; 0
+    leaves it as it is.
+    """
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class Reference:
         seed: int = 0,
         value_head: bool = False,
         freeze: Sequence[str] = (),
+        mtp_steps: int = 2,
         device: str = "cpu",
     ) -> None:
         self.dtype = dtype
@@ -62,6 +67,9 @@ class Reference:
         self.media = MediaInputs(name, self.model.config)
         hidden_size = self.model.config.get_text_config().hidden_size
         self.value_head = plain_value_head(hidden_size, seed, dtype) if value_head else None
+        self.mtp = plain_mtp(self.model, name, mtp_steps)
+        if self.mtp is not None:
+            self.mtp.to(self.device).requires_grad_(mtp_steps > 0)
         for parameter_name, parameter in self.named_parameters():
             if any(parameter_name.startswith(prefix) for prefix in freeze):
                 parameter.requires_grad_(False)
@@ -69,11 +77,12 @@ class Reference:
         self.steps = 0
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """HF names, tied weights once, then the value head."""
+        """HF names, tied weights once, then the value head and the multi-token-prediction head."""
         head = (
             [] if self.value_head is None else [(f"value_head.{n}", p) for n, p in self.value_head.named_parameters()]
         )
-        return [*self.model.named_parameters(), *head]
+        drafts = [] if self.mtp is None else [(f"mtp.{n}", p) for n, p in self.mtp.named_parameters()]
+        return [*self.model.named_parameters(), *head, *drafts]
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in self.named_parameters()}
@@ -113,14 +122,21 @@ class Reference:
         gradients.
         """
         terms = case.terms()
-        coefficients = {name: coefficient for name, coefficient, _ in terms} | dict(case.router_terms())
+        coefficients = {name: coefficient for name, coefficient, _ in terms}
+        coefficients |= dict(case.router_terms()) | dict(case.draft_terms())
         weights = {name: self._weights(samples, name, case) for name in coefficients}
         sums = dict.fromkeys(weights, 0.0)
         seen = []
         for number, sample in enumerate(samples):
-            with RouterLog(self.model) as routers:
+            decoder_log = nullcontext() if self.mtp is None else DecoderLog(self.model)
+            with RouterLog(self.model) as routers, decoder_log as decoder:
                 tokens = self.outputs(sample, value=case.uses_value)
             loss = torch.zeros((), dtype=self.dtype)
+            for name, coefficient in case.draft_terms():
+                output = self.model.get_output_embeddings().weight
+                term = self.mtp.loss(decoder, sample, weights[name][number], output)
+                loss = loss + coefficient * term
+                sums[name] += float(term.detach())
             for name, coefficient in case.router_terms():
                 term = routers.losses()[name] * weights[name][number].sum()
                 loss = loss + coefficient * term
