@@ -40,12 +40,17 @@ class TokenBuffer:
             self.flat[name] = torch.zeros((total + 1, *values.shape[1:]), dtype=values.dtype, device=self.device)
         self.flat[name][torch.where(token >= 0, token, total)] = values.detach()
 
+    def put_part(self, name: str, place: int, values: Tensor, token: Tensor) -> None:
+        """values [T_local, n, ...]: a part of an output that `collect` joins along dim 1, in order of `place`."""
+        self.put(f"{name}/{place:06d}", values, token)
+
     def collect(self, group: CPGroup) -> list[Outputs]:
         """One Outputs a sample, on the CPU, equal on every rank of the group."""
-        columns = {}
+        columns: dict[str, list[Tensor]] = {}
         for name in sorted(self.flat):
             flat = self.flat[name][:-1]
             if group.group is not None:
                 dist.all_reduce(flat, group=group.group)
-            columns[name] = flat.cpu().split(self.lengths)
-        return [Outputs({name: parts[i] for name, parts in columns.items()}) for i in range(len(self.lengths))]
+            columns.setdefault(name.partition("/")[0], []).append(flat.cpu())
+        made = {name: (x[0] if len(x) == 1 else torch.cat(x, 1)).split(self.lengths) for name, x in columns.items()}
+        return [Outputs({name: parts[i] for name, parts in made.items()}) for i in range(len(self.lengths))]

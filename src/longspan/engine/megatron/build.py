@@ -1,4 +1,4 @@
-"""From a Hugging Face adapter to this rank's stage: refusals, modules, weights tensor by tensor, freezing, masters.
+"""From a Hugging Face adapter to this rank's stages: refusals, modules, weights tensor by tensor, freezing, masters.
 
 The adapter's own decoder gives up its tensors when this rank's parts are copied (its parameters go to the meta device):
 the peak is the loaded model plus one shard.
@@ -15,28 +15,28 @@ from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.model import Stage
 from longspan.engine.megatron.shape import Shape, shape_of
-from longspan.engine.megatron.weights import Entry, join, stage_table, take
+from longspan.engine.megatron.weights import Entry, chunk_table, join, take
 from longspan.errors import UserError
 from longspan.layout import CPGroup, Mesh
 from longspan.models.adapter import Adapter
 from longspan.models.experts import shard_experts
 
-__all__ = ["Built", "build_stage"]
+__all__ = ["Built", "build_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
     """What the backend works on."""
 
-    stage: Stage
+    chunks: nn.ModuleList  # of Stage: this rank's virtual stages
     shape: Shape
-    table: dict[str, Entry]  # by stage parameter name
-    masters: dict[str, Tensor]  # by stage parameter name: the parameter itself, or its fp32 master under bf16
+    table: dict[str, Entry]  # by parameter name of `chunks`
+    masters: dict[str, Tensor]  # by parameter name: the parameter itself, or its fp32 master under bf16
     shapes: dict[str, tuple[int, ...]]  # Hugging Face name -> shape, of the whole model and in its order
     meshes: dict[str, DeviceMesh]  # "tp", "ep": where those axes have several ranks
 
 
-def build_stage(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Groups) -> Built:
+def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Groups) -> Built:
     """Collective only in the device meshes."""
     shape = shape_of(config, adapter, mesh.layout)
     compute = DTYPES[config.dtype]
@@ -46,23 +46,25 @@ def build_stage(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Grou
     whole |= {} if value_head is None else {f"value_head.{name}": p for name, p in value_head.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
     frozen = _frozen(config.freeze, adapter, list(shapes))
-    stage = Stage(adapter, shape, groups, value_head=value_head, dtype=master)
-    stage.recompute = config.recompute != "none"
+    stages = [Stage(adapter, shape, groups, n, value_head=value_head, dtype=master) for n in range(shape.vpp)]
+    for stage in stages:
+        stage.recompute = config.recompute != "none"
+    chunks = nn.ModuleList(stages)
     if groups.ep.size > 1:
-        shard_experts(stage, groups.ep)
-    table = stage_table(shape, groups, stage)
-    _load(stage, table, whole, shape, groups)
-    _release(adapter, stage)
-    stage.to(mesh.device)
+        shard_experts(chunks, groups.ep)
+    table = chunk_table(shape, groups, stages)
+    _load(chunks, table, whole, shape, groups)
+    _release(adapter, chunks)
+    chunks.to(mesh.device)
     masters: dict[str, Tensor] = {}
-    for name, parameter in stage.named_parameters():
+    for name, parameter in chunks.named_parameters():
         masters[name] = parameter if compute == master else parameter.detach()
         parameter.data = parameter.data.to(compute)  # parameters only: buffers are RoPE frequencies and stay fp32
-    _freeze(stage, table, frozen)
-    for name, parameter in stage.named_parameters():
+    _freeze(chunks, table, frozen)
+    for name, parameter in chunks.named_parameters():
         masters[name].requires_grad_(parameter.requires_grad)
-    stage.train()
-    return Built(stage, shape, table, masters, shapes, _meshes(groups, mesh))
+    chunks.train()
+    return Built(chunks, shape, table, masters, shapes, _meshes(groups, mesh))
 
 
 def _value_head(hidden_size: int, seed: int, dtype: torch.dtype) -> nn.Linear:
@@ -74,10 +76,12 @@ def _value_head(hidden_size: int, seed: int, dtype: torch.dtype) -> nn.Linear:
     return head
 
 
-def _load(stage: Stage, table: dict[str, Entry], whole: dict[str, nn.Parameter], shape: Shape, groups: Groups) -> None:
+def _load(
+    chunks: nn.Module, table: dict[str, Entry], whole: dict[str, nn.Parameter], shape: Shape, groups: Groups
+) -> None:
     own = {id(parameter) for parameter in whole.values()}
     with torch.no_grad():
-        for name, parameter in stage.named_parameters():
+        for name, parameter in chunks.named_parameters():
             entry = table[name]
             if id(parameter) in own or entry.axis == "ep":
                 continue  # a module that stayed Hugging Face's: its weights are in place
@@ -85,9 +89,9 @@ def _load(stage: Stage, table: dict[str, Entry], whole: dict[str, nn.Parameter],
             parameter.copy_(join(pieces, entry, shape))
 
 
-def _release(adapter: Adapter, stage: Stage) -> None:
-    """Give up the adapter's copies of what the stage holds or other ranks hold."""
-    kept = {id(module) for module in stage.modules()}
+def _release(adapter: Adapter, chunks: nn.Module) -> None:
+    """Give up the adapter's copies of what the chunks hold or other ranks hold."""
+    kept = {id(module) for module in chunks.modules()}
     for module in adapter.model.modules():
         if id(module) not in kept:
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -113,8 +117,8 @@ def _frozen(freeze: tuple[str, ...], adapter: Adapter, names: list[str]) -> set[
     return frozen
 
 
-def _freeze(stage: Stage, table: dict[str, Entry], frozen: set[str]) -> None:
-    for name, parameter in stage.named_parameters():
+def _freeze(chunks: nn.Module, table: dict[str, Entry], frozen: set[str]) -> None:
+    for name, parameter in chunks.named_parameters():
         matched = [part.name in frozen for part in table[name].parts]
         if any(matched) and not all(matched):
             parts = [part.name for part in table[name].parts]

@@ -26,6 +26,8 @@ class Groups:
     ends: CPGroup  # first and last pipeline stage: both hold a tied embedding
     forwards: CPGroup  # pp once more: activations and gradients travel on communicators of their own
     backwards: CPGroup
+    forwards_home: CPGroup  # interleaved: from the last pipeline rank back to the first, and the gradients of that
+    backwards_home: CPGroup
     alone: dist.ProcessGroup  # this rank by itself, where megatron-core wants a group
 
     @property
@@ -50,6 +52,7 @@ def make_groups(mesh: Mesh) -> Groups:
 
     every = [(stage, column) for stage in range(pp) for column in range(tp)]
     lines = [[at(stage, d, c) for stage in range(pp)] for d in range(data) for c in range(tp)]
+    home = lines if layout.vpp > 1 else [[rank] for line in lines for rank in line]
     return Groups(
         tp=pick([[at(stage, d, c) for c in range(tp)] for stage in range(pp) for d in range(data)]),
         pp=pick(lines),
@@ -59,6 +62,8 @@ def make_groups(mesh: Mesh) -> Groups:
         ends=pick([sorted({line[0], line[-1]}) for line in lines] + [line[1:-1] for line in lines if pp > 2]),
         forwards=pick(lines),
         backwards=pick(lines),
+        forwards_home=pick(home),
+        backwards_home=pick(home),
         alone=dist.new_group([rank], use_local_synchronization=True),
     )
 

@@ -1,4 +1,4 @@
-"""One pipeline stage of a model on megatron-core: the layer spec, the GPTModel, and the way of a micro-step through it.
+"""One virtual pipeline stage of a model on megatron-core: the layer spec, the GPTModel, and a micro-step's way through.
 
 Hugging Face keeps what knows no tensor parallelism: RoPE tables, the vision tower, expert blocks. megatron-core has
 embeddings, attention projections, MLPs and the layer loop. T_local tokens come in; under sequence parallelism rows are
@@ -9,6 +9,7 @@ tensor-parallel rank repeats it on all its tokens: exact, at tp times the head's
 
 import copy
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from longspan.engine.megatron.upstream import (
     get_gpt_layer_local_spec,
 )
 from longspan.models.adapter import Adapter
-from longspan.models.moe import tap_routers
+from longspan.models.moe import MoEState, tap_routers
 from longspan.models.qwen3_vl import run_tower
 from longspan.models.vision import place_rows
 
@@ -53,25 +54,37 @@ class Layer(TransformerLayer):
 
 
 class Stage(nn.Module):
-    """The layers of this pipeline rank, embeddings and tower on the first, head and value head on the last."""
+    """The layers of one virtual stage, embeddings and tower on the first, head and value head on the last."""
 
     def __init__(
-        self, adapter: Adapter, shape: Shape, groups: Groups, *, value_head: nn.Module | None, dtype: torch.dtype
+        self,
+        adapter: Adapter,
+        shape: Shape,
+        groups: Groups,
+        chunk: int,
+        *,
+        value_head: nn.Module | None,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups
+        self.number = chunk * shape.pp + groups.pp.rank
+        self.first, self.last = self.number == 0, self.number == shape.num_stages - 1
         self.rows = groups.tp if shape.sequence_parallel else None
         decoder = decoder_of(adapter, shape)
         self.rotary = decoder.rotary_emb
-        blocks = {n: Block(decoder.layers[n].mlp) for n in shape.expert_layers if n in shape.stage(groups.pp.rank)}
-        tap_routers(list(blocks.values()))
-        self.gpt = _gpt(shape, groups, blocks, rows=self.rows, dtype=dtype)
-        self.tower = adapter.model.model.visual if shape.vision and groups.first else None
-        self.value_head = value_head if groups.last else None
+        layers = shape.stage(self.number)
+        blocks = {n: Block(decoder.layers[n].mlp) for n in shape.expert_layers if n in layers}
+        tap_routers(list(blocks.values()), first=sum(n < layers.start for n in shape.expert_layers))
+        self.gpt = _gpt(self, chunk, blocks, dtype)
+        self.tower = adapter.model.model.visual if shape.vision and self.first else None
+        self.value_head = value_head if self.last else None
         self.recompute = False
 
-    def forward(self, step: MicroStep, incoming: Tensor | None, program: Program) -> Tensor:
-        """incoming: hidden states of the stage before; None on the first. The last returns the program's sum."""
+    def forward(self, step: MicroStep, incoming: Tensor | None, program: Program) -> tuple[Tensor, Tensor | None]:
+        """incoming: hidden states of the stage before; None on the first. The last returns the program's sum, others what
+        goes on and the sum of their own loss terms."""
+        step = _with_own_routers(step)
         params, hidden = self._enter(step)
         hidden = hidden if incoming is None else incoming
         for layer in self.gpt.decoder.layers:
@@ -80,7 +93,7 @@ class Stage(nn.Module):
                 hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)[0]
             else:
                 hidden = run(hidden)[0]
-        return self._leave(hidden, step, program) if self.groups.last else hidden
+        return (self._leave(hidden, step, program), None) if self.last else (hidden, program.aside(step))
 
     def shape_between(self, step: MicroStep) -> tuple[int, int, int]:
         """Shape of the hidden states that travel between stages."""
@@ -105,7 +118,7 @@ class Stage(nn.Module):
         params = StreamParams(
             qkv_format="thd", context=step.context, cos=cos.movedim(0, 1), sin=sin.movedim(0, 1), total_tokens=None
         )
-        if not self.groups.first:
+        if not self.first:
             return params, None
         hidden_TE = self.gpt.embedding.word_embeddings(fields["input_ids"][None])[0]
         if self.tower is not None and step.media is not None:
@@ -137,10 +150,18 @@ def decoder_of(adapter: Adapter, shape: Shape) -> nn.Module:
     return adapter.model.model.language_model if shape.vision else adapter.model.model
 
 
-def _gpt(shape: Shape, groups: Groups, blocks: dict[int, Block], *, rows: Any, dtype: torch.dtype) -> GPTModel:
-    config = transformer_config(shape, dtype)
-    layers = shape.stage(groups.pp.rank)
-    specs = [_layer_spec(shape, blocks if n in blocks else None, rows) for n in layers]
+def _with_own_routers(step: MicroStep) -> MicroStep:
+    """The micro-step with a router record of its own: a rank's chunks must not count each other's layers."""
+    moe = step.context.moe
+    if moe is None:
+        return step
+    own = MoEState(moe.replay, moe.keep_logits, moe.keep_routes)
+    return replace(step, context=replace(step.context, moe=own))
+
+
+def _gpt(stage: Stage, chunk: int, blocks: dict[int, Block], dtype: torch.dtype) -> GPTModel:
+    shape, groups, rows = stage.shape, stage.groups, stage.rows
+    specs = [_layer_spec(shape, blocks if n in blocks else None, rows) for n in shape.stage(stage.number)]
     # "GPTModel IS DEPRECATED", once a rank: the version is pinned for that reason
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     collection = ProcessGroupCollection()
@@ -149,16 +170,17 @@ def _gpt(shape: Shape, groups: Groups, blocks: dict[int, Block], *, rows: Any, d
     collection.cp = collection.ep = collection.expt_tp = groups.alone
     collection.embd = None  # tied weights of two stages are summed by backend.py
     return GPTModel(
-        config,
+        transformer_config(shape, dtype),
         TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm),
         vocab_size=shape.padded_vocab,
         max_sequence_length=1,  # only learned position tables read it
-        pre_process=groups.first,
-        post_process=groups.last,
+        pre_process=stage.first,
+        post_process=stage.last,
         share_embeddings_and_output_weights=shape.tied and groups.pp.size == 1,
         position_embedding_type="none",
         scatter_embedding_sequence_parallel=False,
         pg_collection=collection,
+        vp_stage=chunk if shape.vpp > 1 else None,
     )
 
 
@@ -184,6 +206,7 @@ def transformer_config(shape: Shape, dtype: torch.dtype) -> TransformerConfig:
         pipeline_dtype=dtype,
         tensor_model_parallel_size=shape.tp,
         pipeline_model_parallel_size=shape.pp,
+        virtual_pipeline_model_parallel_size=shape.vpp if shape.vpp > 1 else None,
         use_cpu_initialization=True,
         perform_initialization=False,
         calculate_per_token_loss=True,

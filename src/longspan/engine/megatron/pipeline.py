@@ -1,14 +1,12 @@
-"""One forward, one backward: micro-steps through the stages of a pipeline, without interleaving.
+"""Micro-steps through the stages of a pipeline, in the order of schedule.py: receive, run, send on.
 
-Stage s of S runs S - 1 - s forwards ahead of its first backward and then alternates, so it holds at most S - s
-micro-steps. Their number need not be known in advance. Sends never wait: every receive finds its send posted, whatever
-the order of the stages. Activations and gradients use two communicators, because NCCL runs what shares one in order.
-Own schedule: megatron-core's allocates on CUDA by name and wants equal shapes or a handshake; here both sides know
-each micro-step's rows from the shared plan.
+Sends never wait: every receive finds its send posted, whatever the order of the stages. Activations and gradients, and
+what travels from the last rank back to the first, use communicators of their own: NCCL runs what shares one in order.
+Own schedule: megatron-core's allocates on CUDA by name, wants micro-steps divisible by pp when interleaved, and equal
+shapes or a handshake; here both sides know each micro-step's rows from the shared plan.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 from longspan.engine.backend import MicroStep, Program
 from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.model import Stage
+from longspan.engine.megatron.schedule import schedule
 from longspan.engine.memory import explain_out_of_memory
 from longspan.layout import CPGroup
 
@@ -26,11 +25,12 @@ __all__ = ["run_pipeline"]
 
 @dataclass(slots=True)
 class Flight:
-    """A micro-step between its forward and its backward."""
+    """A micro-step between its forward and its backward through one chunk."""
 
-    step: MicroStep
     incoming: Tensor | None
     out: Tensor
+    aside: Tensor | None  # the chunk's own loss terms, added to what comes back
+    step: MicroStep
 
 
 class Wire:
@@ -52,50 +52,81 @@ class Wire:
         self.works.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """This rank's neighbours and the communicators to them; from the last rank back to the first they are others."""
+
+    following: int
+    preceding: int
+    forwards_in: CPGroup
+    forwards_out: CPGroup
+    backwards_in: CPGroup
+    backwards_out: CPGroup
+
+    @classmethod
+    def of(cls, groups: Groups) -> "Links":
+        rank, size = groups.pp.rank, groups.pp.size
+        return cls(
+            (rank + 1) % size,
+            (rank - 1) % size,
+            forwards_in=groups.forwards_home if rank == 0 else groups.forwards,
+            forwards_out=groups.forwards_home if rank == size - 1 else groups.forwards,
+            backwards_in=groups.backwards_home if rank == size - 1 else groups.backwards,
+            backwards_out=groups.backwards_home if rank == 0 else groups.backwards,
+        )
+
+
 def run_pipeline(
-    stage: Stage, groups: Groups, steps: Iterable[MicroStep], program: Program, *, after_backward: Callable[[], None]
+    chunks: Sequence[Stage],
+    groups: Groups,
+    steps: Iterable[MicroStep],
+    program: Program,
+    *,
+    after_backward: Callable[[], None],
 ) -> None:
     """Every micro-step forward and, for training programs, backward; after_backward runs when gradients have landed."""
-    wire = Wire()
-    flights: deque[Flight] = deque()
-    ahead = groups.pp.size - 1 - groups.pp.rank
+    wire, links = Wire(), Links.of(groups)
+    flights: dict[tuple[int, int], Flight] = {}
+    moves = schedule(steps, rank=groups.pp.rank, pp=groups.pp.size, vpp=len(chunks), trains=program.trains)
     with torch.set_grad_enabled(program.trains):
-        for step in steps:
-            with explain_out_of_memory(step, trains=program.trains):
-                flights.append(_forward(stage, groups, step, program, wire))
-                if not program.trains:
-                    flights.clear()
-                elif len(flights) > ahead:
-                    _backward(stage, groups, flights.popleft(), wire)
-                    after_backward()
-        while flights:
-            _backward(stage, groups, flights.popleft(), wire)
-            after_backward()
+        for move in moves:
+            chunk, place = chunks[move.chunk], (move.number, move.chunk)
+            if move.step is not None:
+                with explain_out_of_memory(move.step, trains=program.trains):
+                    flight = _forward(chunk, links, move.step, program, wire)
+                if program.trains:
+                    flights[place] = flight
+            else:
+                flight = flights.pop(place)
+                with explain_out_of_memory(flight.step, trains=True):
+                    _backward(chunk, links, flight, wire)
+                after_backward()
     wire.finish()
 
 
-def _forward(stage: Stage, groups: Groups, step: MicroStep, program: Program, wire: Wire) -> Flight:
+def _forward(stage: Stage, links: Links, step: MicroStep, program: Program, wire: Wire) -> Flight:
     incoming = None
-    if not groups.first:
+    if not stage.first:
         incoming = torch.empty(stage.shape_between(step), dtype=stage.shape.dtype, device=step.segment.device)
-        _receive(incoming, groups.forwards, groups.pp.rank - 1)
+        _receive(incoming, links.forwards_in, links.preceding)
         incoming.requires_grad_(program.trains)
-    out = stage(step, incoming, program)
-    if not groups.last:
-        wire.send(out, groups.forwards, groups.pp.rank + 1)
-    return Flight(step, incoming, out)
+    out, aside = stage(step, incoming, program)
+    if not stage.last:
+        wire.send(out, links.forwards_out, links.following)
+    return Flight(incoming, out, aside, step)
 
 
-def _backward(stage: Stage, groups: Groups, flight: Flight, wire: Wire) -> None:
+def _backward(stage: Stage, links: Links, flight: Flight, wire: Wire) -> None:
     gradient = None
-    if not groups.last:
+    if not stage.last:
         gradient = torch.empty_like(flight.out)
-        _receive(gradient, groups.backwards, groups.pp.rank + 1)
-    if flight.out.requires_grad:
-        flight.out.backward(gradient)
+        _receive(gradient, links.backwards_in, links.following)
+    roots = [(x, g) for x, g in ((flight.out, gradient), (flight.aside, None)) if x is not None and x.requires_grad]
+    if roots:
+        torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
     if flight.incoming is not None:
         assert flight.incoming.grad is not None, "hidden states of the stage before reach every later one"
-        wire.send(flight.incoming.grad, groups.backwards, groups.pp.rank - 1)
+        wire.send(flight.incoming.grad, links.backwards_out, links.preceding)
 
 
 def _receive(into: Tensor, group: CPGroup, source: int) -> None:

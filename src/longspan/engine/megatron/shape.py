@@ -46,6 +46,7 @@ class Shape:
     expert_layers: tuple[int, ...]
     tp: int
     pp: int
+    vpp: int
     sequence_parallel: bool
     dtype: torch.dtype
 
@@ -54,10 +55,15 @@ class Shape:
         """The vocabulary rounded up to equal shards; rows past it are zero and never read."""
         return -(-self.vocab_size // self.tp) * self.tp
 
-    def stage(self, rank: int) -> range:
-        """The layers of a pipeline rank, from 0."""
-        size = self.num_layers // self.pp
-        return range(rank * size, (rank + 1) * size)
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages: number v is chunk v // pp of pipeline rank v % pp."""
+        return self.pp * self.vpp
+
+    def stage(self, number: int) -> range:
+        """The layers of a virtual stage, from 0."""
+        size = self.num_layers // self.num_stages
+        return range(number * size, (number + 1) * size)
 
 
 def shape_of(config: EngineConfig, adapter: Adapter, layout: Layout) -> Shape:
@@ -96,6 +102,7 @@ def shape_of(config: EngineConfig, adapter: Adapter, layout: Layout) -> Shape:
         expert_layers=experts,
         tp=layout.tp,
         pp=layout.pp,
+        vpp=layout.vpp,
         sequence_parallel=layout.sequence_parallel,
         dtype=DTYPES[config.dtype],
     )
@@ -114,7 +121,6 @@ def _windows(text: dict[str, object], layers: int) -> tuple[int | None, ...]:
 
 def _refuse_settings(config: EngineConfig, layout: Layout) -> None:
     for wanted, what, way_out in (
-        (layout.vpp > 1, f"vpp={layout.vpp} (interleaved pipeline)", "Set vpp=1"),
         (layout.etp > 1, f"etp={layout.etp} (columns of an expert over ranks)", "Set etp=1 and use ep"),
         (config.lora is not None, "lora", "Use backend='fsdp'"),
         (config.compile, "compile=True", "Set compile=False or use backend='fsdp'"),
@@ -125,7 +131,8 @@ def _refuse_settings(config: EngineConfig, layout: Layout) -> None:
 
 
 def _refuse_sizes(adapter: Adapter, layout: Layout, shape: Shape) -> None:
-    divides("pp", layout.pp, shape.num_layers, "layers")
+    if shape.num_layers % shape.num_stages:
+        raise UserError(_stages_refusal(layout, shape.num_layers))
     if len(shape.expert_layers) < shape.num_layers:
         divides("tp", layout.tp, shape.ffn_size, "MLP columns")
     for module in expert_modules(adapter.model).values():  # a dense model has none: ep2 is dp2 then
@@ -139,8 +146,21 @@ def _refuse_sizes(adapter: Adapter, layout: Layout, shape: Shape) -> None:
         deepest = len(adapter.model.config.vision_config.deepstack_visual_indexes)
         if deepest > len(shape.stage(0)):
             raise UserError(
-                f"pp={layout.pp} cuts the first {deepest} layers, which take DeepStack features. Use fewer stages"
+                f"pp * vpp = {layout.pp} * {layout.vpp} cuts the first {deepest} layers, which take DeepStack features. "
+                f"Use pp * vpp of at most {shape.num_layers // deepest}"
             )
+
+
+def _stages_refusal(layout: Layout, layers: int) -> str:
+    """The message for pp * vpp that does not divide the layers, with the sizes that work."""
+    counts = [n for n in range(1, layers + 1) if layers % n == 0]
+    if layout.vpp == 1:
+        return f"pp={layout.pp} must divide the model's {layers} layers. Use pp in ({', '.join(map(str, counts))})"
+    chunks = [count // layout.pp for count in counts if count % layout.pp == 0]
+    fitting = (
+        f"vpp in ({', '.join(map(str, chunks))})" if chunks else f"pp in ({', '.join(map(str, counts))}) with vpp=1"
+    )
+    return f"pp * vpp = {layout.pp} * {layout.vpp} must divide the model's {layers} layers. Use {fitting}"
 
 
 def divides(axis: str, size: int, total: int, what: str) -> None:

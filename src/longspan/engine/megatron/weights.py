@@ -1,4 +1,4 @@
-"""Hugging Face names <-> megatron-core parameters: one table a stage, used alike for weights, gradients and moments.
+"""Hugging Face names <-> megatron-core parameters: one table a rank, used alike for weights, gradients and moments.
 
 Every megatron-core parameter is made of this rank's parts of one or more Hugging Face tensors:
     one     the part itself
@@ -10,10 +10,10 @@ are DTensor shards of Hugging Face tensors: checkpoints under these names load a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.shape import Shape
@@ -21,7 +21,10 @@ from longspan.layout import CPGroup
 from longspan.layout.comm import all_gather
 from longspan.models.experts import expert_modules
 
-__all__ = ["Entry", "Part", "gather", "join", "local", "split", "stage_table", "take"]
+if TYPE_CHECKING:  # importing it imports megatron-core
+    from longspan.engine.megatron.model import Stage
+
+__all__ = ["Entry", "Part", "chunk_table", "gather", "join", "local", "split", "take"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +50,25 @@ class Entry:
         return self.parts[0].axis
 
 
-def stage_table(shape: Shape, groups: Groups, stage: nn.Module) -> dict[str, Entry]:
-    """Stage parameter name -> Entry, for every parameter of this rank's stage."""
+def chunk_table(shape: Shape, groups: Groups, chunks: Sequence["Stage"]) -> dict[str, Entry]:
+    """Parameter name ("0.gpt...": chunk, then its own name) -> Entry, for every parameter of this rank."""
+    return {
+        f"{place}.{name}": entry
+        for place, stage in enumerate(chunks)
+        for name, entry in _stage_table(shape, groups, stage).items()
+    }
+
+
+def _stage_table(shape: Shape, groups: Groups, stage: "Stage") -> dict[str, Entry]:
     text = "model.language_model." if shape.vision else "model."
     rows = shape.sequence_parallel
     table: dict[str, Entry] = {}
-    if groups.first:
+    if stage.first:
         table["gpt.embedding.word_embeddings.weight"] = Entry((Part(f"{text}embed_tokens.weight", "tp"),))
-    for place, number in enumerate(shape.stage(groups.pp.rank)):
+    for place, number in enumerate(shape.stage(stage.number)):
         ours, theirs = f"gpt.decoder.layers.{place}.", f"{text}layers.{number}."
         table |= {ours + name: entry for name, entry in _layer(shape, theirs, number, rows=rows).items()}
-    if groups.last:
+    if stage.last:
         table["gpt.decoder.final_layernorm.weight"] = Entry((Part(f"{text}norm.weight"),), partial=rows)
         if not shape.tied:
             table["gpt.output_layer.weight"] = Entry((Part("lm_head.weight", "tp"),))
@@ -67,7 +78,7 @@ def stage_table(shape: Shape, groups: Groups, stage: nn.Module) -> dict[str, Ent
     for name, _ in stage.named_parameters():
         if name not in table:  # modules that stayed Hugging Face's: the same names under another root
             axis = "ep" if name.startswith(experts) and groups.ep.size > 1 else None
-            table[name] = Entry((Part(_own_name(name, shape, groups), axis),))
+            table[name] = Entry((Part(_own_name(name, shape, stage), axis),))
     missing = {name for name, _ in stage.named_parameters()} ^ set(table)
     assert not missing, missing
     return table
@@ -99,13 +110,13 @@ def _layer(shape: Shape, theirs: str, number: int, *, rows: bool) -> dict[str, E
     return table
 
 
-def _own_name(name: str, shape: Shape, groups: Groups) -> str:
+def _own_name(name: str, shape: Shape, stage: "Stage") -> str:
     if name.startswith("tower."):
         return "model.visual." + name.removeprefix("tower.")
     if name.startswith("value_head."):
         return name
     place, _, rest = name.removeprefix("gpt.decoder.layers.").partition(".")
-    number = shape.stage(groups.pp.rank)[int(place)]
+    number = shape.stage(stage.number)[int(place)]
     text = "model.language_model." if shape.vision else "model."
     return f"{text}layers.{number}.mlp." + rest.removeprefix("mlp.inner.block.")
 
