@@ -67,13 +67,13 @@ class Qwen35VLAdapter:
         return {
             "position": FieldSpec(torch.int64, 0, (3,)),
             "media_row": FieldSpec(torch.int64, -1, ()),
-        } | mtp_declared(self.mtp)
+        } | mtp_declared(self.mtp, media=True)
 
     def sample_tensors(self, sample: Sample) -> dict[str, Tensor]:
         spans = match_spans(sample, self.reader, self.ids)
         length = len(sample.input_ids)
-        made = {"position": mrope_positions(length, spans), "media_row": media_rows(length, spans)}
-        return made | mtp_tensors(self.mtp, sample)
+        rows = media_rows(length, spans)
+        return {"position": mrope_positions(length, spans), "media_row": rows} | mtp_tensors(self.mtp, sample, rows)
 
     def media_tokens(self, sample: Sample) -> tuple[int, ...]:
         counts = [0] * len(sample.media)
@@ -87,8 +87,11 @@ class Qwen35VLAdapter:
     def hidden(self, shard: Shard, media: MediaShard | None, context: Context) -> Tensor:
         embeds_TE = self.model.get_input_embeddings()(shard.fields["input_ids"])
         if media is not None:
-            placed = place_rows(run_tower(self.model.model.visual, media, context).pooler_output, media)
+            features = run_tower(self.model.model.visual, media, context).pooler_output
+            placed = place_rows(features, media)
             embeds_TE = embeds_TE.index_copy(0, media.positions, placed.to(embeds_TE.dtype))
+            if self.mtp is not None:
+                self.mtp.see(features, media, context)
         prepare_recurrent(context, embeds_TE)
         out = self.model.model.language_model(
             inputs_embeds=embeds_TE[None],

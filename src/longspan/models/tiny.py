@@ -144,12 +144,22 @@ def _qwen3_5_vl(
     return Qwen3_5Config(text_config=text_config, vision_config=vision_config, **{**MEDIA_IDS, **own, **over})
 
 
+def _qwen3_5_vl_mtp(**over: Any) -> PretrainedConfig:
+    """With a multi-token-prediction head of one layer."""
+    return _qwen3_5_vl(**{**over, "text": {"mtp_num_hidden_layers": 1, **over.get("text", {})}})
+
+
 def _qwen3_5_moe(**over: Any) -> PretrainedConfig:
     """4 experts, 2 a token, and a shared one in each layer."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     own = {"shared_expert_intermediate_size": 16, "rope_parameters": {**MROPE, **HALF_ROPE}}
     named = {"tie_word_embeddings": False, "architectures": ["Qwen3_5MoeForCausalLM"]}
     return Qwen3_5MoeTextConfig(**{**TEXT, **HYBRID, **experts, **own, **named, **over})
+
+
+def _qwen3_5_moe_mtp(**over: Any) -> PretrainedConfig:
+    """With a multi-token-prediction head of two layers, which have experts too."""
+    return _qwen3_5_moe(**{"mtp_num_hidden_layers": 2, **over})
 
 
 def _qwen3_next(**over: Any) -> PretrainedConfig:
@@ -218,7 +228,9 @@ TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen3_5": _qwen3_5,
     "qwen3_5_mtp": _qwen3_5_mtp,
     "qwen3_5_vl": _qwen3_5_vl,
+    "qwen3_5_vl_mtp": _qwen3_5_vl_mtp,
     "qwen3_5_moe": _qwen3_5_moe,
+    "qwen3_5_moe_mtp": _qwen3_5_moe_mtp,
     "qwen3_next": _qwen3_next,
 }
 

@@ -15,7 +15,7 @@ finds its partners, and as no token refers to it, features and gradient of the d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -28,7 +28,10 @@ from longspan.layout.mesh import CPGroup
 from longspan.layout.seqinfo import SeqInfo
 from longspan.models.images import Grid, MediaReader
 
-__all__ = ["MediaPlan", "MediaShard", "media_shard", "offset_media_rows", "place_rows", "plan_media"]
+__all__ = ["MediaPlan", "MediaShard", "media_shard", "offset_media_rows", "place_ahead", "place_rows", "plan_media"]
+
+
+ROWS = ("media_row", "mtp_media_row")  # streams of rows of the visual table: of the token itself, of those ahead of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class MediaShard:
     rows: Tensor  # [K] int64 on the device: their rows in the gathered table [size * padded, F]
     padded: int
     group: CPGroup
+    ahead: tuple[tuple[Tensor, Tensor], ...] = ()  # the same (positions, rows) of each step of an MTP head
 
 
 def plan_media(samples: Sequence[Sample], reader: MediaReader, size: int) -> MediaPlan:
@@ -115,8 +119,9 @@ def offset_media_rows(tensors: Sequence[Mapping[str, Tensor]], tokens: Sequence[
     """`media_row` from rows of a sample's table to rows of the packed row's table. tokens: visual tokens a sample."""
     shifted = []
     for row, base in zip(tensors, accumulate(tokens, initial=0), strict=False):
-        media_row = row["media_row"]
-        shifted.append(dict(row) | {"media_row": torch.where(media_row >= 0, media_row + base, media_row)})
+        found = {name: row[name] for name in ROWS if name in row}
+        moved = {name: torch.where(rows >= 0, rows + base, rows) for name, rows in found.items()}
+        shifted.append(dict(row) | moved)
     return shifted
 
 
@@ -137,21 +142,36 @@ def media_shard(
     else:
         pixels = torch.zeros(reader.merge**2, reader.patch_width)
         grid = torch.tensor([[1, reader.merge, reader.merge]])
-    media_row = stream.fields["media_row"][info.index]  # [T_local]
-    positions = (media_row >= 0).nonzero()[:, 0]
+
+    def find(media_row: Tensor) -> tuple[Tensor, Tensor]:  # [T_local] -> [K], [K]
+        positions = (media_row >= 0).nonzero()[:, 0]
+        rows = plan.table[media_row[positions]]
+        return positions.to(device, non_blocking=True), rows.to(device, non_blocking=True)
+
+    positions, rows = find(stream.fields["media_row"][info.index])
+    ahead = stream.fields["mtp_media_row"][:, info.index] if "mtp_media_row" in stream.fields else ()
     return MediaShard(
         pixels=pixels.to(device, non_blocking=True),
         grid=grid,
-        positions=positions.to(device, non_blocking=True),
-        rows=plan.table[media_row[positions]].to(device, non_blocking=True),
+        positions=positions,
+        rows=rows,
         padded=plan.padded,
         group=info.group,
+        ahead=tuple(find(media_row) for media_row in ahead),
     )
 
 
 def place_rows(features: Tensor, media: MediaShard) -> Tensor:
     """features [n, F] that this rank encoded -> [K, F], the features of this rank's visual tokens. Collective."""
     return _PlaceRows.apply(features, media)
+
+
+def place_ahead(features: Tensor, media: MediaShard) -> list[tuple[Tensor, Tensor]]:
+    """features [n, F] that this rank encoded -> (positions [K], features [K, F]) of each step ahead, in one
+    collective."""
+    rows = torch.cat([rows for _, rows in media.ahead])
+    placed = place_rows(features, replace(media, rows=rows)).split([len(rows) for _, rows in media.ahead])
+    return [(positions, own) for (positions, _), own in zip(media.ahead, placed, strict=True)]
 
 
 class _PlaceRows(torch.autograd.Function):
