@@ -23,8 +23,9 @@ import tyro
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 
-from longspan.data import Plan, Sample, make_plan
+from longspan.data import Plan, Sample
 from longspan.engine import Engine, EngineConfig
+from longspan.engine.batch import Batch
 from longspan.errors import LongspanError
 from longspan.launch import launch
 from longspan.parity import differences
@@ -90,6 +91,7 @@ def run(example: Example, samples: Sequence[Sample]) -> Said:
         dynamic_cp=example.dynamic_cp,
     )
     engine = Engine.build(config)
+    plans = _watch_plans(engine)
     logprob = _logprob(engine, samples)
     order = np.random.default_rng(example.order).permutation(len(samples)).tolist()
     shuffled = _logprob(engine, [samples[i] for i in order])
@@ -103,15 +105,16 @@ def run(example: Example, samples: Sequence[Sample]) -> Said:
         )
         for part in parts
     ]
-    plans = [(list(part), _plan(engine, [lengths[i] for i in part])) for part in (range(len(samples)), *parts)]
+    calls = list(zip([list(range(len(samples))), order, *parts], plans, strict=True))
+    alone = _logprob(engine, [samples[single]])[0]
     resolved = engine.mesh.layout
     return Said(
         logprob,
         [shuffled[order.index(number)] for number in range(len(samples))],
-        (single, _logprob(engine, [samples[single]])[0]),
+        (single, alone),
         said[0] if len(said) == 1 else summed(said),
         engine.gradients(),
-        frozenset(covered(example, samples, resolved.index, resolved.mixer, plans)),
+        frozenset(covered(example, samples, resolved.index, resolved.mixer, [calls[0], *calls[2:]])),
     )
 
 
@@ -119,9 +122,17 @@ def _logprob(engine: Engine, samples: Sequence[Sample]) -> list[Tensor]:
     return [output["logprob"] for output in engine.forward(samples)]
 
 
-def _plan(engine: Engine, lengths: list[int]) -> Plan:
-    planner = engine.planner
-    return make_plan(lengths, planner.limits(lengths), planner.cost, step_cost=planner.step_cost)
+def _watch_plans(engine: Engine) -> list[Plan]:
+    """Grows by the plan of each call from here on."""
+    seen: list[Plan] = []
+    plan = engine.planner.plan
+
+    def watched(batch: Batch) -> Plan:
+        seen.append(plan(batch))
+        return seen[-1]
+
+    engine.planner.plan = watched
+    return seen
 
 
 def summed(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
