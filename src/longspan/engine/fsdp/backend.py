@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from longspan.engine import checkpoint
 from longspan.engine.backend import Head, MicroStep, Program
 from longspan.engine.config import DTYPES, EngineConfig
-from longspan.engine.fsdp.compiled import compile_layers
+from longspan.engine.fsdp.compiled import KEEPS, compile_layers
 from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
 from longspan.engine.memory import explain_out_of_memory
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, local, make_optimizer
@@ -56,11 +56,11 @@ class FSDPBackend:
         _set_mtp(adapter, config)
         self.policy = Policy(adapter, value_head, self.routing)
         _freeze(self.policy, config.freeze, adapter)
-        kept_by_compiler = config.compile and config.recompute == "selective"
-        if not kept_by_compiler:
+        keep = KEEPS.get(config.recompute) if config.compile else None
+        if keep is None:
             _recompute(adapter, config.recompute)
         if config.compile:
-            compile_layers(adapter, keep_inputs_only=kept_by_compiler)
+            compile_layers(adapter, keep or {})
         shard_policy(self.policy, mesh, compute=compute, master=self.master)
         self.policy.train()
         self.optimizers: dict[

@@ -1,12 +1,16 @@
 """Compiling decoder layers, and what they keep for backward.
 
-Each layer is compiled by itself around an opaque attention op (models/attention_bridge.py). Under recompute="selective" a compiled
-layer needs no checkpoint around it: the partitioner is told to keep only the inputs of each compiled piece (budget 0), so q, k, v,
-attention's output and the residual stream stay, everything between is recomputed, and neither attention nor down_proj runs
-twice. Measured on one H200, Qwen3-1.7B's shape, 64k tokens: 35.2k tok/s and 61 GiB against 33.3k and 33 GiB with a checkpoint a layer.
+Each layer is compiled by itself around an opaque attention op (models/attention_bridge.py). Without a checkpoint around it, a compiled
+layer keeps what the partitioner is told to; q, k, v and attention's output are among it, so attention never runs twice:
+
+    selective  the inputs of each compiled piece (budget 0): everything between is recomputed, but down_proj does not run again
+    none       the outputs of matrix products too: only elementwise work, reductions and casts are recomputed, fused into backward
+
+Measured on one H200, Qwen3-1.7B's shape, 64k tokens: selective 35.2k tok/s and 61 GiB against 33.3k and 33 GiB with a checkpoint a layer.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +20,23 @@ from torch._inductor.compile_fx import compile_fx
 
 from longspan.models.adapter import Adapter
 
-__all__ = ["compile_layers"]
+__all__ = ["KEEPS", "compile_layers"]
+
+# recompute policy -> settings of torch's partitioner; a policy that is not here has a checkpoint around each layer
+KEEPS: dict[str, dict[str, Any]] = {
+    "selective": {"activation_memory_budget": 0.0},
+    "none": {"aggressive_recomputation": True, "ban_recompute_reductions": False},
+}
 
 
-def compile_layers(adapter: Adapter, *, keep_inputs_only: bool) -> None:
+def compile_layers(adapter: Adapter, keep: dict[str, Any]) -> None:
     """Compile every unit of the model. One backend object for all: layers of the same shape share their code."""
+    backend = partial(compile_keeping, keep)
     for unit in adapter.units():
-        unit.compile(backend=inputs_only if keep_inputs_only else "inductor")
+        unit.compile(backend=backend)
 
 
-def inputs_only(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """inductor, with a partitioner that keeps a piece's inputs and recomputes the rest."""
-    with functorch_config.patch(activation_memory_budget=0.0):
+def compile_keeping(keep: dict[str, Any], graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """inductor, with these settings of the partitioner."""
+    with functorch_config.patch(**keep):
         return compile_fx(graph, list(inputs))
