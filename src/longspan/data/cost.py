@@ -7,10 +7,11 @@ window).
     attention    2 L^2 H D forward (causal), 2.5 times that backward; never twice unless recompute is "full"; a document
                  of L tokens reaches attention_flops * L / (L + half), which makes its time a polynomial of degree 2
     linear       Gated DeltaNet, proportional to L; the state form scales badly with c (GPU.md), the heads form well
-    head         8 flops a weight and trained token (logits twice, two gradients)
+    head         6 flops a weight and trained token (logits once and two gradients: the loss is formed inside the head)
     vision       the tower on the visual tokens, shared out over the c ranks
     experts      the routed experts' exchange over `ep` ranks
-    exchange     the mixer's collectives; the slow links count once c passes a node
+    exchange     the mixer's collectives, each kind with what its packing and its sums cost beside the travel; the slow
+                 links count once c passes a node
 
 and once a micro-step `step_s`: launches and what FSDP's traffic does not hide. Sums over samples give a row's time,
 which leaves out that a row of many short samples fills the GPU better than one of them alone. Only +, * and / of the
@@ -18,6 +19,7 @@ same floats on every rank: plans agree bit for bit. Constants: data/machine.py, 
 of H200.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,6 +36,11 @@ Recompute = Literal["none", "selective", "full"]
 PARTS = ("dense", "attention", "linear", "head", "vision", "experts", "exchange")
 FORWARDS = {"none": 3.0, "selective": 4.0, "full": 4.0}  # a backward counts as two forwards
 ATTENTION_BACKWARD = 2.5  # of its forward
+# Beside the travel itself, in bytes of ulysses's all-to-all: a ring merges partial outputs in fp32 at each hop, MERGED times
+# a query head's bytes; gather sums fp32 gradients of the whole row, which makes its keys GATHERED times as dear. From CP 2
+# on H200s, 16/8/128, 64k tokens (results/mixers.json): beyond half of one GPU's time, ulysses 3.0 (one row) and 2.2 ms
+# (mix), ring 4.5 and 3.6, gather 6.6 and 6.6, all of 403 MB.
+MERGED, GATHERED = 1.5, 2.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ class CostModel:
             "dense": share * (2.0 * shape.active_weights * forwards / machine.matmul_flops),
             "attention": self._attention(lengths, size),
             "linear": share * self._linear_token_s(size),
-            "head": share * (8.0 * shape.hidden * shape.vocab * self.trained_share / machine.head_flops),
+            "head": share * (6.0 * shape.hidden * shape.vocab * self.trained_share / machine.head_flops),
             "vision": share * self._vision_token_s(),
             "experts": share * self._expert_token_s(),
             "exchange": share * (self._exchange_bytes(size) / self._bytes_s(size)),
@@ -99,7 +106,9 @@ class CostModel:
         rate = machine.gather_bytes_s if inside else machine.node_exchange_bytes_s
         # bf16 weights gathered for forward and backward, fp32 gradients scattered once
         traffic = shape.weights * (gathers * self.bytes_per_value + (4.0 if gathers else 0.0)) / rate
-        return (machine.launch_s * shape.layers + traffic * (1.0 - machine.gather_overlap)) * self.scale
+        waits = 3.0 * shape.layers * machine.latency_s if gathers else 0.0  # of FSDP's collectives
+        exposed = 1.0 - machine.gather_overlap
+        return (machine.launch_s * shape.layers + (traffic + waits) * exposed) * self.scale
 
     def _attention(self, lengths: np.ndarray, size: int) -> np.ndarray:
         shape, machine = self.shape, self.machine
@@ -107,7 +116,10 @@ class CostModel:
         width = 2.0 * shape.heads * shape.head_dim * passes / machine.attention_flops
         half = machine.attention_half_length
         full = shape.attention_layers - shape.windowed_layers
-        skew = (2.0 * size - 1.0) / size if self.index == "contiguous" and self.mixer in ("ring", "gather") else 1.0
+        ring = size // self._ulysses_part(
+            size
+        )  # ranks that each hold other queries: in token order the last has most keys
+        skew = (2.0 * ring - 1.0) / ring if self.index == "contiguous" else 1.0
         time = full * width / size * skew * lengths * (lengths + half)
         if shape.window is not None:
             reach = np.minimum(
@@ -144,19 +156,25 @@ class CostModel:
         return times * sent * (self.ep - 1) / self.ep / self._bytes_s(self.ep)
 
     def _exchange_bytes(self, size: int) -> float:
-        """Bytes that a rank sends for each of its own tokens, forward and backward, all softmax layers."""
+        """Bytes that a rank sends for each of its own tokens, forward and backward, all softmax layers; MERGED and
+        GATHERED as if they were bytes."""
         if size == 1:
             return 0.0
         shape = self.shape
         token = shape.head_dim * self.bytes_per_value * shape.attention_layers
-        ulysses = {"ulysses": size, "hybrid": self.ulysses or size, "ring": 1, "gather": 1}[self.mixer]
+        ulysses = self._ulysses_part(size)
         rest = size // ulysses
         heads = 2.0 * shape.heads + 2.0 * max(shape.kv_heads, ulysses)  # q and out, k and v (replicated when few)
         exchanged = heads * (ulysses - 1) / ulysses
         passed = 2.0 * max(shape.kv_heads / ulysses, 1.0) * ulysses * (rest - 1)
-        return (
-            2.0 * token * exchanged + 3.0 * token * passed
-        )  # k and v go round again in the backward, with their gradients
+        merged = MERGED * shape.heads * (rest - 1) if self.mixer in ("ring", "hybrid") else 0.0
+        dearer = GATHERED if self.mixer == "gather" else 1.0
+        # k and v go round again in the backward, with their gradients
+        return token * (2.0 * exchanged + 3.0 * passed * dearer + merged)
+
+    def _ulysses_part(self, size: int) -> int:
+        """Ranks of a group that swap tokens for heads."""
+        return {"ulysses": size, "hybrid": math.gcd(self.ulysses or size, size), "ring": 1, "gather": 1}[self.mixer]
 
     def _bytes_s(self, size: int) -> float:
         machine = self.machine

@@ -29,7 +29,7 @@ class Machine:
     gather_bytes_s: float  # FSDP's all-gather and reduce-scatter inside a node, a rank
     gather_overlap: float  # share of FSDP's traffic hidden behind compute
     launch_s: float  # host time of one layer's forward + backward, exposed once a micro-step
-    memory_bytes_s: float = 4.0e12  # of the device's memory
+    latency_s: float  # of a small collective
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -58,7 +58,7 @@ class Machine:
         if not isinstance(values, dict):
             raise UserError(f"machine file {path} holds a {type(values).__name__}, not an object of constants.")
         names = {item.name for item in fields(Machine)}
-        wrong, missing = sorted(set(values) - names), sorted(names - set(values) - {"memory_bytes_s"})
+        wrong, missing = sorted(set(values) - names), sorted(names - set(values))
         if wrong or missing:
             raise UserError(
                 f"machine file {path}: unknown names {wrong}, missing names {missing}. See {SHIPPED}/h200.json."

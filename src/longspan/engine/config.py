@@ -33,6 +33,8 @@ class EngineConfig:
     mtp_steps: steps ahead that the checkpoint's multi-token-prediction head trains on; 0 carries the head along unchanged.
     mtp_joint: its gradient also reaches the decoder, the embeddings and the output layer; else it stays in `mtp.*`.
     recompute: "none", "selective" (layers are recomputed but no attention runs twice) or "full".
+    machine: constants of the cost model: "auto" (H200's on a GPU, none on a CPU), a shipped name, or a JSON file from `longspan
+        bench --calibrate`.
     offload: what lives in host memory: "checkpoints", "optimizer", "parameters".
     kernel: attention kernel, "auto" or one of longspan.mixers.kernels' names. compile: torch.compile each layer.
     """
@@ -51,6 +53,7 @@ class EngineConfig:
     mtp_joint: bool = False
     recompute: Literal["none", "selective", "full"] = "selective"
     offload: tuple[str, ...] = ()
+    machine: str = "auto"
     kernel: str = "auto"
     compile: bool = False
 

@@ -25,7 +25,7 @@ from longspan.engine.fsdp.backend import FSDPBackend
 from longspan.engine.memory import peak_gib, reset_peak
 from longspan.engine.optim import SGD, AdamW
 from longspan.engine.outputs import Outputs, TokenBuffer
-from longspan.engine.planning import Planner, heads_per_rank
+from longspan.engine.planning import Planner, heads_per_rank, mixer_choice
 from longspan.engine.program import WEIGHT, Forward, Train
 from longspan.engine.steps import Keep, StepBuilder
 from longspan.engine.teachers import check_teacher, with_teacher
@@ -84,7 +84,7 @@ class Engine:
         adapter, _ = load_model(config.model, master, config.seed)
         heads, kv_heads = heads_per_rank(config.layout, adapter)
         layout = resolve(
-            config.layout,
+            mixer_choice(config, adapter).layout,
             heads=heads,
             kv_heads=kv_heads,
             recurrent=adapter.recurrent,

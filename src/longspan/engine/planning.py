@@ -3,7 +3,9 @@
 The same inputs on every rank give the same plan (law 2). Does not know tensors or process groups.
 """
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -15,15 +17,21 @@ from longspan.data.plan import default_cost
 from longspan.data.shape import ModelShape
 from longspan.engine.batch import Batch
 from longspan.engine.config import EngineConfig
+from longspan.engine.mixer_choice import MixerChoice, choose_mixer
+from longspan.engine.watch import Call, Watch, signals
 from longspan.errors import UserError
 from longspan.layout import Layout, Mesh
 from longspan.layout.resolve import ulysses_refusal
 from longspan.models.adapter import Adapter
 
-__all__ = ["Planner", "cp_sizes", "heads_per_rank"]
+__all__ = ["Planner", "cp_sizes", "heads_per_rank", "mixer_choice"]
+
+log = logging.getLogger("longspan.plan")
 
 CPU_BUDGET = 8192  # tokens a rank under max_tokens_per_rank="auto" without a GPU: small models, host memory
 ROOM = 0.94  # share of a GPU's memory that "auto" fills: the rest is fragments and what the model does not see
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2}
+MACHINE = "h200"  # whose constants rank mixers and plans where none are named: only their ratios matter then
 
 
 class Planner:
@@ -34,20 +42,22 @@ class Planner:
         self.ranks = mesh.data_ranks
         self.budget = config.max_tokens_per_rank
         self.sizes = cp_sizes(mesh.layout, adapter, mesh.data_ranks) if config.dynamic_cp else None
+        self.lead = mesh.rank == 0
+        self.why = mixer_choice(config, adapter).why
+        if self.lead and self.why:
+            log.info(self.why)
 
-        shape = ModelShape.from_config(adapter.model.config.to_dict())
-        self.cost: Callable[[int, int], float] = default_cost
-        self.step_cost = 1024.0  # of default_cost's unit, tokens
+        self.shape = ModelShape.from_config(adapter.model.config.to_dict())
+        on_gpu = mesh.device.type == "cuda"
+        named = MACHINE if config.machine == "auto" and on_gpu else config.machine
+        self.model = None if named == "auto" else _cost_model(self.shape, config, self.layout, self.ranks, named)
+        self.memory = memory_model(self.shape, config, adapter, self.ranks)
         self.fits: int | None = None
-        if mesh.device.type == "cuda":
-            width = 8 if config.dtype == "float64" else 2 if config.dtype == "bfloat16" else 4
-            model = _cost_model(shape, config, self.layout, self.ranks, width)
-            self.cost, self.step_cost = model, model.step_s
-            memory = MemoryModel(shape, self.ranks, config.recompute, config.offload, bytes_per_value=width)
-            if config.max_tokens_per_rank == "auto":
-                room = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30
-                self.fits = memory.budget(ROOM * room, size=self.layout.cp)
-        self.seconds_a_unit = 0.0  # measured over modelled, of the call before
+        if on_gpu and config.max_tokens_per_rank == "auto":
+            room = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30
+            self.fits = self.memory.budget(ROOM * room, size=self.layout.cp)
+        self.watch = Watch(None if self.model is None else self.model.machine.name, mesh.device.type)
+        self._before = signals()
 
     def limits(self, lengths: list[int]) -> Limits:
         """ "auto" grows with the longest sample, so that it always runs; an explicit budget is hard."""
@@ -58,43 +68,95 @@ class Planner:
         return Limits(self.ranks, self.layout.cp, budget, self.layout.index, self.sizes)
 
     def plan(self, batch: Batch) -> Plan:
-        return make_plan(batch.lengths, self.limits(batch.lengths), self.cost, step_cost=self.step_cost)
+        self._before = signals()
+        cost, step_cost = self._cost(batch)
+        return make_plan(batch.lengths, self.limits(batch.lengths), cost, step_cost=step_cost)
 
     def observe(self, batch: Batch, plan: Plan, seconds: float) -> dict[str, float]:
-        """plan/* metrics: what the cost model said beside what was measured, and how long ranks waited for each other.
+        """plan/* metrics: what was predicted beside what was measured, and how long ranks waited for each other.
 
-        plan/predicted_s scales the model by the call before, so it is 0 in the first one.
+        Rank 0 logs a warning with the likeliest reason where they part (watch.py).
         """
         lengths = batch.lengths
-        units = makespan(plan, lengths, self.cost, step_cost=self.step_cost)
-        work = sum(
-            row.size * self.cost(lengths[i], row.size) for rows in plan.micro_steps for row in rows for i in row.samples
-        )
-        busy = work + self.ranks * self.step_cost * len(plan.micro_steps)
+        cost, step_cost = self._cost(batch)
+        units = makespan(plan, lengths, cost, step_cost=step_cost)
+        rows = [row for rows in plan.micro_steps for row in rows]
+        work = sum(row.size * cost(lengths[i], row.size) for row in rows for i in row.samples)
+        busy = work + self.ranks * step_cost * len(plan.micro_steps)
         report = {
             "plan/micro_steps": float(len(plan.micro_steps)),
-            "plan/predicted_s": units * self.seconds_a_unit,
+            "plan/predicted_s": self.watch.predicted_s(units),
             "plan/measured_s": seconds,
             "plan/idle_share": max(0.0, 1.0 - busy / (self.ranks * units)),
-            "plan/over_bound": units / max(lower_bound(lengths, self.limits(lengths), self.cost), 1e-30),
+            "plan/over_bound": units / max(lower_bound(lengths, self.limits(lengths), cost), 1e-30),
         }
-        self.seconds_a_unit = seconds / units
+        layer_s = units / (len(plan.micro_steps) * self.shape.layers)
+        parts = self._parts(batch, plan)
+        said = self.watch.see(Call(units, seconds, parts, layer_s, before=self._before, after=signals()))
+        if said and self.lead:
+            log.warning(said)
         return report
 
+    def _cost(self, batch: Batch) -> tuple[Callable[[int, int], float], float]:
+        """Time of a sample at a CP size, and of a micro-step as such."""
+        if self.model is None:
+            return default_cost, 1024.0  # of default_cost's unit, tokens
+        total = sum(batch.lengths)
+        trained = sum(int(row["needed"].sum()) for row in batch.tensors) / total
+        visual = sum(map(sum, batch.media_tokens)) / total
+        model = replace(self.model, trained_share=trained, visual_share=visual)
+        return model, model.step_s
 
-def _cost_model(shape: ModelShape, config: EngineConfig, layout: Layout, ranks: int, width: int) -> CostModel:
-    """The H200's constants; only ratios matter to a plan."""
+    def _parts(self, batch: Batch, plan: Plan) -> dict[str, float]:
+        """Modelled rank-seconds by cause; empty without constants."""
+        model, _ = self._cost(batch)
+        if not isinstance(model, CostModel):
+            return {}
+        found = dict.fromkeys(("micro-steps",), self.ranks * model.step_s * len(plan.micro_steps))
+        for size in sorted({row.size for rows in plan.micro_steps for row in rows}):
+            rows = [row for rows in plan.micro_steps for row in rows if row.size == size]
+            lengths = torch.tensor([batch.lengths[i] for row in rows for i in row.samples], dtype=torch.float64)
+            for name, values in model.parts(lengths.numpy(), size).items():
+                found[name] = found.get(name, 0.0) + size * float(values.sum())
+        return found
+
+
+def mixer_choice(config: EngineConfig, adapter: Adapter) -> MixerChoice:
+    """The layout of `config` without mixer="auto", and why."""
+    layout = config.layout
+    shape = ModelShape.from_config(adapter.model.config.to_dict())
+    ranks = layout.dp * layout.cp
+    heads, _ = heads_per_rank(layout, adapter)
+    machine = MACHINE if config.machine == "auto" else config.machine
+    return choose_mixer(
+        layout,
+        lambda each: _cost_model(shape, config, each, ranks, machine),
+        size=ranks if config.dynamic_cp else layout.cp,
+        heads=heads,
+        recurrent=adapter.recurrent,
+        windowed=adapter.windowed,
+        tokens=config.max_tokens_per_rank if isinstance(config.max_tokens_per_rank, int) else None,
+    )
+
+
+def memory_model(shape: ModelShape, config: EngineConfig, adapter: Adapter, ranks: int) -> MemoryModel:
+    """What this engine keeps: what is frozen has no gradient and no moments."""
+    width = WIDTHS[config.dtype]
+    return MemoryModel(shape, ranks, config.recompute, config.offload, bytes_per_value=width)
+
+
+def _cost_model(shape: ModelShape, config: EngineConfig, layout: Layout, ranks: int, machine: str) -> CostModel:
     return CostModel(
         shape,
-        Machine.load("h200"),
+        Machine.load(machine),
         ranks,
         mixer=layout.mixer,
         index=layout.index,
-        linear=layout.linear,
+        linear="heads" if layout.linear == "heads" else "state",
         ulysses=layout.ulysses,
         recompute=config.recompute,
         ep=layout.ep,
-        bytes_per_value=width,
+        bytes_per_value=WIDTHS[config.dtype],
     )
 
 

@@ -1,0 +1,92 @@
+"""What the planner does inside the engine, on two gloo ranks: mixer="auto", and observed against predicted."""
+
+import dataclasses
+import logging
+import time
+
+import torch
+
+from longspan import Engine, EngineConfig, Layout, Sample, launch
+from longspan.data.machine import Machine
+
+
+def batch(lengths=(40, 9, 23)):
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for length in lengths:
+        ids = torch.randint(0, 90, (length + 1,), generator=generator)
+        samples.append(Sample(ids[:-1], ids[1:], torch.ones(length), {"advantage": torch.ones(length)}))
+    return samples
+
+
+class Records(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        logging.getLogger("longspan.plan").addHandler(self)
+        logging.getLogger("longspan.plan").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(f"{record.levelname} {record.getMessage()}")
+
+
+def nap(seconds):
+    def loss(out, fields):
+        time.sleep(seconds)
+        return -out.logprob
+
+    return loss
+
+
+def auto(settings):
+    records = Records()
+    engine = Engine.build(EngineConfig(model="tiny:qwen3", dtype="float64", max_tokens_per_rank=40, **settings))
+    engine.forward_backward(batch(), nap(0))
+    return engine.mesh.layout, engine.planner.why, records.said
+
+
+def test_auto_takes_the_cheapest_mixer_and_says_why(tmp_path):
+    layout, why, said = launch(auto, {"layout": Layout(cp=2)}, ranks=2, timeout_s=60)[0]
+    assert layout.mixer == "ulysses" and layout.index == "contiguous"
+    assert (
+        "mixer ulysses: the cheapest at cp=2 for a row of 80 tokens" in why
+        and "; ring " in why
+        and "hybrid cannot" in why
+    )
+    assert said == [f"INFO {why}"]
+    slow = tmp_path / "slow.json"  # the user's own constants decide
+    dataclasses.replace(Machine.load("h200"), name="slow", exchange_bytes_s=1.0, memory_gib=1.0).save(slow)
+    layout, why, _ = launch(auto, {"layout": Layout(cp=2), "machine": str(slow)}, ranks=2, timeout_s=60)[0]
+    assert f"mixer {layout.mixer}: the cheapest" in why
+
+
+def observed(machine):
+    records = Records()
+    engine = Engine.build(
+        EngineConfig(model="tiny:qwen3", layout=Layout(dp=2), max_tokens_per_rank=64, machine=machine)
+    )
+    reports = [engine.forward_backward(batch(), nap(0.1)) for _ in range(5)]
+    reports.append(engine.forward_backward(batch(), nap(1.5)))
+    return reports, records.said
+
+
+def test_a_planted_slow_step_is_reported_with_its_reason(tmp_path):
+    path = tmp_path / "mine.json"
+    dataclasses.replace(Machine.load("h200"), name="mine").save(path)
+    (reports, said), (_, other) = launch(observed, str(path), ranks=2, timeout_s=60)
+    assert not other, "one rank speaks for all"
+    assert any("the first call" in text for text in said)
+    assert any("the constants of 'mine'" in text for text in said)
+    assert "WARNING" in said[-1] and "in this call alone" in said[-1], said
+    for report in reports:
+        assert {"plan/predicted_s", "plan/measured_s", "plan/idle_share"} <= set(report)
+    assert reports[-1]["plan/measured_s"] > 1.5
+    assert 0.05 < reports[-1]["plan/predicted_s"] < 1.2, "predicted from the steady steps"
+
+
+def test_a_cpu_without_constants_says_nothing():
+    reports, said = launch(observed, "auto", ranks=2, timeout_s=60)[0]
+    assert said == []
+    assert reports[0]["plan/predicted_s"] == 0 and reports[-1]["plan/predicted_s"] > 0

@@ -1,0 +1,85 @@
+"""Observed against predicted: a call that parts from its plan by more than 20 % gets one sentence with the likeliest
+reason."""
+
+import pytest
+
+from longspan.engine.watch import AGAIN, Call, Signals, Watch
+
+QUIET = Signals(0, 0)
+PARTS = {"dense": 3.0, "attention": 7.0}
+
+
+def call(measured: float, *, modelled: float = 1.0, layer_s: float = 0.1, after: Signals = QUIET) -> Call:
+    return Call(modelled, measured, PARTS, layer_s, before=QUIET, after=after)
+
+
+def settled(factor: float = 1.0) -> Watch:
+    watch = Watch("mine", "cuda")
+    for measured in (factor, 1.01 * factor, 0.99 * factor, factor, 1.1 * factor):
+        watch.see(call(measured))
+    return watch
+
+
+def test_steady_calls_say_nothing():
+    watch = Watch("mine", "cuda")
+    assert [watch.see(call(seconds)) for seconds in (1.1, 0.9, 1.15, 1.0, 0.95, 1.1)] == [None] * 6
+
+
+def test_a_planted_slow_call_is_told_from_its_neighbours():
+    watch = settled()
+    said = watch.see(call(3.0))
+    assert said is not None and "3 s where the plan says 1 s" in said and "this call alone" in said
+    assert watch.see(call(1.0)) is None, "one slow call must not move the prediction"
+    assert watch.see(call(3.0)) is None, "said once"
+    for _ in range(AGAIN):
+        watch.see(call(1.0))
+    assert watch.see(call(3.0)) is not None
+
+
+@pytest.mark.parametrize(
+    ("watch", "seen", "words"),
+    [
+        (Watch("mine", "cuda"), call(5.0), "the first call"),
+        (settled(), call(5.0, after=Signals(0, 2)), "torch.compile made 2 graphs"),
+        (settled(), call(5.0, after=Signals(3, 0)), "lower max_tokens_per_rank"),
+    ],
+)
+def test_reasons(watch, seen, words):
+    said = watch.see(seen)
+    assert said is not None and words in said, said
+
+
+def test_constants_that_are_off_are_named_and_then_replaced_by_the_runs_own_times():
+    watch = Watch("mine", "cuda")
+    watch.see(call(2.0))
+    said = watch.see(call(2.0))
+    assert said is not None and "constants of 'mine', first of all those of attention (70% of" in said
+    watch.see(call(2.0))
+    watch.see(call(2.0))
+    assert watch.predicted_s(4.0) == pytest.approx(8.0)
+    assert watch.see(call(8.0, modelled=4.0)) is None
+
+
+def test_small_layers_are_the_hosts():
+    watch = Watch("mine", "cuda")
+    watch.see(call(1.0))
+    said = watch.see(call(2.0, layer_s=0.0005))
+    assert said is not None and "the host" in said and "0.5 ms" in said
+    other = Watch("mine", "cpu")
+    other.see(call(1.0))
+    assert "constants" in (other.see(call(2.0, layer_s=0.0005)) or "")
+
+
+def test_a_recompilation_does_not_move_the_prediction():
+    watch = settled()
+    for _ in range(6):
+        watch.see(call(9.0, after=Signals(0, 1)))
+    assert watch.predicted_s(1.0) == pytest.approx(1.0, rel=0.1)
+
+
+def test_without_constants_nothing_is_said():
+    watch = Watch(None, "cpu")
+    assert watch.predicted_s(1000.0) == 0.0
+    assert watch.see(call(1.0, modelled=1000.0)) is None
+    assert watch.predicted_s(2000.0) == pytest.approx(2.0)
+    assert watch.see(call(50.0, modelled=1000.0)) is None
