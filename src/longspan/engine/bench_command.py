@@ -1,15 +1,17 @@
-"""`longspan bench`: tokens a second and memory of one model under one layout, on this machine, with this engine.
+"""`longspan bench`: tokens a second and memory of one model under one layout, on this machine, with this engine. With --calibrate
+it measures the constants of the cost model instead (calibrate.py).
 
 Random targets, mask 1, importance sampling: the whole `forward_backward`, no optimizer. The first call is warm-up and is reported apart.
 The tables of the README come from benchmarks/, which also times kernels, mixers and the head alone. Random weights are fine for speed.
 """
 
 import json
+import os
 import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from longspan.data import Sample
+from longspan.data.machine import Machine
+from longspan.engine.calibrate import Asked, Found, calibrate_rank
 from longspan.engine.config import EngineConfig
 from longspan.engine.engine import Engine
 from longspan.engine.plan_command import parse_lengths
@@ -56,6 +60,13 @@ class BenchOptions:
     """Seconds for one layout."""
     json: str | None = None
     """Write every repeat with hardware and versions to this file."""
+    calibrate: str | None = None
+    """Measure this machine's constants and write them to this .json file, for plan's --machine and EngineConfig(machine=);
+    dtype, compile and recompute are those of the runs to come. Needs no model, layouts or lengths."""
+    ranks: int | None = None
+    """Ranks that --calibrate measures collectives with; by default the GPUs here, or 1."""
+    base: str = "h200"
+    """Machine whose constants stay where --calibrate cannot measure."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,6 +74,10 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(BenchOptions, args=list(arguments), prog="longspan bench")
     if options.repeats < 1:
         raise UserError(f"repeats={options.repeats} must be at least 1")
+    if options.calibrate is not None:
+        return calibrate(options, Path(options.calibrate))
+    if options.ranks is not None:
+        raise UserError(f"ranks={options.ranks} belongs to --calibrate; the layouts say how many ranks a bench runs on")
     lengths = parse_lengths(options.lengths)
     rows = []
     for name in options.layouts.split(","):
@@ -88,6 +103,48 @@ def main(arguments: Sequence[str]) -> int:
         report = {"machine": machine, "torch": torch.__version__, "options": vars(options), "rows": rows}
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def calibrate(options: BenchOptions, path: Path) -> int:
+    """Measure on one rank, then on all; write the machine file and print it beside its base."""
+    if path.suffix != ".json":
+        raise UserError(f"calibrate={path} must be a .json file")
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    ranks = options.ranks or (torch.cuda.device_count() if on_gpu else 1)
+    asked = Asked(options.dtype, options.compile, options.recompute, options.repeats)
+    base = Machine.load(options.base)
+    device = "cuda" if on_gpu else "cpu"
+
+    def run(machine: Machine, ranks: int) -> Found:
+        return launch(calibrate_rank, asked, machine, ranks=ranks, timeout_s=options.timeout_s, device=device)[0]
+
+    found = run(base, 1)
+    constants, checks = found.constants, found.checks
+    if ranks > 1:
+        shared = run(replace(base, **constants), ranks)
+        constants, checks = constants | shared.constants, checks + shared.checks
+    name = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} cpu"
+    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else _host_bytes()
+    machine = replace(base, name=name, memory_gib=memory / 2**30, **constants)
+    machine.save(path)
+    table = Table(title=f"{name}, {ranks} ranks, {options.dtype}{', compiled' * options.compile}: {path}")
+    for column in ("constant", "here", base.name):
+        table.add_column(column)
+    for key, value in asdict(machine).items():
+        if isinstance(value, float | int):
+            kept = "" if key in constants or key == "memory_gib" else " (not measured)"
+            table.add_row(key, f"{value:.4g}{kept}", f"{asdict(base)[key]:.4g}")
+    console = Console()
+    console.print(table)
+    for what, predicted, measured in checks:
+        console.print(
+            f"check: {what}: predicted {predicted:.4g} s, measured {measured:.4g} s ({predicted / measured:.2f})"
+        )
+    return 0
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def measure(options: BenchOptions, layout: str, lengths: Sequence[int]) -> dict[str, object]:
