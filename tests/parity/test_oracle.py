@@ -81,7 +81,7 @@ def test_weights_by_hand(rule: str, denominator: float | None, want: list[list[f
 def test_embeddings_put_together_by_hand_are_hfs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path for sampled placeholders gives HF's own hidden states where nothing was sampled."""
     reference = Reference(f"tiny:{family}", dtype=torch.float64)
-    (sample,) = (s for s in default_samples(reference) if len(s.media) == 3)
+    (sample,) = (s for s in default_samples(reference) if len(s.media) == 4)
     with torch.no_grad():
         want = hidden_with_media(reference.model, sample, reference.media)
         counts = reference.media.visual_tokens
@@ -101,15 +101,15 @@ def test_a_picture_reaches_the_log_probs() -> None:
 
 
 def test_default_samples_are_hard() -> None:
-    """Ragged, holes, a row without a trained token, rows of 1 and 3; images in several rows, one row with three."""
+    """Ragged, holes, a row without a trained token, rows of 1 and 3; images in several rows, one row with videos too."""
     reference = Reference("tiny:qwen3_vl", dtype=torch.float64)
     samples = fill_fields(default_samples(reference), reference)
     lengths = [len(sample) for sample in samples]
     assert len(set(lengths)) == len(lengths) and {1, 3} <= set(lengths)
     assert any(sample.num_trained == 0 for sample in samples)
     assert any(bool((sample.mask.diff() != 0).sum() > 2) for sample in samples)
-    assert [len(sample.media) for sample in samples] == [1, 0, 3, 0, 1, 0]
-    placeholders = [int((sample.input_ids == 93).sum()) for sample in samples]
+    assert [len(sample.media) for sample in samples] == [1, 0, 4, 0, 1, 0]
+    placeholders = [int(torch.isin(sample.input_ids, torch.tensor([93, 94])).sum()) for sample in samples]
     wanted = [sum(sum(reference.media.visual_tokens(m)) for m in sample.media) for sample in samples]
     assert [p - w for p, w in zip(placeholders, wanted, strict=True)] == [0, 0, 0, 3, 3, 0], "sampled placeholders"
 

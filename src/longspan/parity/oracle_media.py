@@ -3,7 +3,8 @@ for the rest.
 
 The one case that forward cannot take is a policy that sampled a placeholder id itself (bugs G7): then embeddings and
 positions are put together here, image by image, from HF's own tower and rope index. Videos: HF's video processor
-needs torchvision, so frames are resized with PIL and cut into patches by plain loops in the documented order.
+needs torchvision, so frames are resized with PIL, scaled by HF's image processor and cut into patches by plain loops
+in the documented order.
 """
 
 import numpy as np
@@ -77,8 +78,9 @@ class MediaInputs:
         resized = [np.asarray(PIL.Image.fromarray(f).resize((width, height), processor.resample)) for f in frames]
         while len(resized) % temporal:
             resized.append(resized[-1])
-        mean, std = np.array(processor.image_mean), np.array(processor.image_std)
-        video_array = (np.stack(resized) / 255.0 - mean) / std  # [F, H, W, 3]
+        scaled = [processor.rescale(f.transpose(2, 0, 1), processor.rescale_factor) for f in resized]  # fp32, as images
+        normed = [processor.normalize(f, processor.image_mean, processor.image_std) for f in scaled]
+        video_array = np.stack(normed).transpose(0, 2, 3, 1)  # [F, H, W, 3]
         patches = []
         for t in range(len(resized) // temporal):
             for row in range(height // patch // merge):

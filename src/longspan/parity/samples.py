@@ -2,8 +2,9 @@
 
 Lengths 13, 1, 40, 7, 29, 3 unless given; a third of each row is prompt, a fifth of the rest is masked at random, one
 row trains nothing, rows of 1 and 3 tokens are shorter than a CP group. With a vision tower: images of different grids
-laid over the middle and the quarters of their rows (where shards are cut), several in one row, rows without, and one
-row whose policy sampled the image placeholder itself. `fill_fields` adds what every loss reads; old log-probs stay
+laid over the middle and the fifths of their rows (where shards are cut), several in one row with two videos between
+them (timestamps are text between the frame groups), rows without, and one row whose policy sampled the image
+placeholder itself. `fill_fields` adds what every loss reads; old log-probs stay
 away from the clip edges, where rounding alone would flip tokens.
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.data import Image, Sample
+from longspan.data import Image, Sample, Video
 from longspan.errors import UserError
 from longspan.parity.reference import Reference
 
@@ -40,15 +41,16 @@ def default_samples(reference: Reference, lengths: Sequence[int] | None = None, 
 
 def _tokens(
     reference: Reference, number: int, length: int, generator: torch.Generator
-) -> tuple[Tensor, list[Image], list[int]]:
+) -> tuple[Tensor, list[Image | Video], list[int]]:
     """length + 1 ids, the media, and the places where the policy sampled a placeholder."""
     tokens = torch.randint(0, _text_ids(reference), (length + 1,), generator=generator)
     if reference.media.vision is None:
         return tokens, [], []
     factor = reference.media.vision.patch_size * reference.media.vision.spatial_merge_size
-    shapes = {0: [(2, 3)], 2: [(2, 3), (1, 1), (1, 4)], 4: [(3, 2)]}.get(number % 6, [])
-    media = [_picture(height * factor, width * factor, generator) for height, width in shapes]
-    runs = [_run(reference, sum(reference.media.visual_tokens(image))) for image in media]
+    mixed = [(1, 2, 3), (3, 1, 2), (2, 2, 1), (1, 1, 4)]
+    shapes = {0: [(1, 2, 3)], 2: mixed, 4: [(1, 3, 2)]}.get(number % 6, [])  # frames, rows and columns of tokens
+    media = [_media(frames, height * factor, width * factor, generator) for frames, height, width in shapes]
+    runs = [_run(reference, item, generator) for item in media]
     place = length // (len(runs) + 1)
     pieces = []
     for index, run in enumerate(runs):  # centred on the cuts into len(runs) + 1 parts
@@ -72,20 +74,29 @@ def _text_ids(reference: Reference) -> int:
     return min(vocabulary, reference.media.image_id, reference.media.video_id)
 
 
-def _run(reference: Reference, length: int) -> Tensor:
-    config = reference.model.config
-    return torch.tensor([config.vision_start_token_id, *[config.image_token_id] * length, config.vision_end_token_id])
+def _run(reference: Reference, media: Image | Video, generator: torch.Generator) -> Tensor:
+    """Placeholders between their markers; before each frame group of a video two ids of text, its timestamp."""
+    config, groups = reference.model.config, reference.media.visual_tokens(media)
+    pieces: list[int] = []
+    for length in groups:
+        if isinstance(media, Video):
+            pieces += torch.randint(0, _text_ids(reference), (2,), generator=generator).tolist()
+        mark = config.video_token_id if isinstance(media, Video) else config.image_token_id
+        pieces += [config.vision_start_token_id, *[mark] * length, config.vision_end_token_id]
+    return torch.tensor(pieces)
 
 
-def _picture(height: int, width: int, generator: torch.Generator) -> Image:
-    return Image(torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8).numpy())
+def _media(frames: int, height: int, width: int, generator: torch.Generator) -> Image | Video:
+    """An image; with more than one frame, a video with half a second between frames."""
+    pixels = torch.randint(0, 256, (frames, height, width, 3), generator=generator, dtype=torch.uint8).numpy()
+    return Image(pixels[0]) if frames == 1 else Video(pixels, timestamps=tuple(0.5 * n for n in range(frames)))
 
 
 def _sample(
     reference: Reference,
     number: int,
     tokens: Tensor,
-    media: list[Image],
+    media: list[Image | Video],
     sampled: list[int],
     generator: torch.Generator,
 ) -> Sample:
