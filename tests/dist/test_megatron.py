@@ -12,12 +12,13 @@ import torch
 from megatron_cases import Job, hold, installed, run
 
 from longspan import AdamW, Engine, EngineConfig, Objective, Sample
+from longspan.engine.megatron.options import MegatronOptions
 from longspan.engine.megatron.shape import shape_of
 from longspan.engine.megatron.weights import Entry, Part, join, local, split, take
 from longspan.engine.megatron.zero import own_slice
 from longspan.engine.planning import heads_per_rank
 from longspan.errors import UserError
-from longspan.layout import CPGroup, Layout, parse_layout
+from longspan.layout import CPGroup, Layout, parse_layout, resolve
 from longspan.models.loading import load_model
 from longspan.parity.checks import ALL_CHECKS
 
@@ -139,8 +140,17 @@ def test_a_checkpoint_loads_under_any_layout_and_backend(four_ranks):
             {},
             "pp * vpp = 3 * 2 must divide the model's 2 layers. Use pp in (1, 2) with vpp=1",
         ),
-        ("qwen3_moe", Layout(dp=3, ep=3), {}, "ep=3 must divide the model's 4 experts"),
-        ("qwen3_moe", Layout(tp=2, ep=2), {}, "spreads experts over data ranks"),
+        ("qwen3_moe", Layout(dp=3, ep=3), {}, "dp * cp = 3 * 1 = 3 and the model's 4 experts: this backend spreads"),
+        ("qwen3_moe", Layout(dp=3, ep=3), {}, "Use ep in (1) or change dp or cp"),
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=4), {}, "Use ep in (1, 2) or change dp or cp"),
+        ("qwen3", Layout(tp=5), {}, "tp=5 must divide the model's 48 MLP columns. Use tp in (1, 2, 3, 4, 6, 8"),
+        ("qwen3_vl", Layout(pp=2), {"megatron": MegatronOptions(overlap_experts=True)}, "1F1B overlap"),
+        (
+            "qwen3",
+            Layout(),
+            {"megatron": MegatronOptions(transformer_engine=True)},
+            "whose import failed: No module named 'transformer_engine'. Set it False",
+        ),
         ("qwen3_moe", Layout(dp=2, etp=2), {}, "etp=2"),
         ("qwen3_5", Layout(), {}, "no weight table for Qwen3_5ForCausalLM"),
         ("qwen3", Layout(), {"offload": ("optimizer",)}, "offload"),
@@ -183,6 +193,33 @@ def test_slices_of_every_data_rank_make_the_whole_again():
         assert torch.equal(torch.cat(slices), whole)
         slices[0].zero_()
         assert whole[0] == 0.0, "a slice is a view"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mtp_steps": 1}, "mtp_steps=1 needs backend='fsdp', got 'megatron'"),
+        (
+            {"backend": "fsdp", "megatron": MegatronOptions(transformer_engine=True)},
+            "needs backend='megatron', got 'fsdp'",
+        ),
+    ],
+)
+def test_settings_of_the_other_backend_are_refused(settings, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        EngineConfig("tiny:qwen3", **{"backend": "megatron", **settings})
+
+
+def test_sequence_parallelism_without_tensor_parallelism_is_refused():
+    with pytest.raises(UserError, match="sequence_parallel=True needs tp > 1"):
+        Layout(sequence_parallel=True)
+
+
+def test_ulysses_over_more_ranks_than_a_tensor_parallel_rank_has_heads_is_refused():
+    with pytest.raises(UserError, match=r"ulysses=3 needs .* got 2 \(model m at tp=2\). Use ulysses in \(1, 2\)"):
+        resolve(
+            Layout(tp=2, cp=3, mixer="ulysses"), heads=2, kv_heads=1, recurrent=False, windowed=False, model="m at tp=2"
+        )
 
 
 def test_heads_that_tensor_parallel_ranks_cannot_share_are_refused():

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from longspan.engine.megatron.options import MegatronOptions
 from longspan.errors import UserError
 from longspan.layout import Layout
 
@@ -36,6 +37,7 @@ class EngineConfig:
     machine: constants of the cost model: "auto" (H200's on a GPU, none on a CPU), a shipped name, or a JSON file from `longspan
         bench --calibrate`.
     offload: what lives in host memory: "checkpoints", "optimizer", "parameters".
+    megatron: switches of backend="megatron" (engine/megatron/options.py).
     kernel: attention kernel, "auto" or one of longspan.mixers.kernels' names. compile: torch.compile each layer.
     """
 
@@ -54,6 +56,7 @@ class EngineConfig:
     recompute: Literal["none", "selective", "full"] = "selective"
     offload: tuple[str, ...] = ()
     machine: str = "auto"
+    megatron: MegatronOptions = field(default_factory=MegatronOptions)
     kernel: str = "auto"
     compile: bool = False
 
@@ -75,6 +78,8 @@ class EngineConfig:
             )
         if self.mtp_steps and self.backend != "fsdp":
             raise UserError(f"mtp_steps={self.mtp_steps} needs backend='fsdp', got {self.backend!r}")
+        if self.backend != "megatron" and self.megatron != MegatronOptions():
+            raise UserError(f"{self.megatron} needs backend='megatron', got {self.backend!r}")
         if isinstance(self.freeze, str) or isinstance(self.offload, str):
             raise UserError("freeze and offload are tuples of names, for example freeze=('vision',)")
 

@@ -89,7 +89,7 @@ class Engine:
             kv_heads=kv_heads,
             recurrent=adapter.recurrent,
             windowed=adapter.windowed,
-            model=config.model,
+            model=config.model if config.layout.tp == 1 else f"{config.model} at tp={config.layout.tp}",
         )
         if reason := adapter.linear_refusal(layout.linear, layout.cp):
             raise UserError(reason)

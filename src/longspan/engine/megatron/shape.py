@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from longspan.engine.config import DTYPES, EngineConfig
+from longspan.engine.megatron.options import refuse_options
 from longspan.errors import UserError
 from longspan.layout import Layout
 from longspan.models.adapter import Adapter
@@ -120,6 +121,7 @@ def _windows(text: dict[str, object], layers: int) -> tuple[int | None, ...]:
 
 
 def _refuse_settings(config: EngineConfig, layout: Layout) -> None:
+    refuse_options(config.megatron)
     for wanted, what, way_out in (
         (layout.etp > 1, f"etp={layout.etp} (columns of an expert over ranks)", "Set etp=1 and use ep"),
         (config.lora is not None, "lora", "Use backend='fsdp'"),
@@ -135,20 +137,28 @@ def _refuse_sizes(adapter: Adapter, layout: Layout, shape: Shape) -> None:
         raise UserError(_stages_refusal(layout, shape.num_layers))
     if len(shape.expert_layers) < shape.num_layers:
         divides("tp", layout.tp, shape.ffn_size, "MLP columns")
-    for module in expert_modules(adapter.model).values():  # a dense model has none: ep2 is dp2 then
-        divides("ep", layout.ep, module.num_experts, "experts")
-    if (layout.dp * layout.cp) % layout.ep:
-        raise UserError(
-            f"ep={layout.ep} must divide dp * cp = {layout.dp} * {layout.cp}: this backend spreads experts over data "
-            "ranks, and tensor-parallel ranks repeat them. Change ep, dp or cp"
-        )
-    if shape.vision and layout.pp > 1:
+    _refuse_experts(adapter, layout)
+    if shape.vision and shape.num_stages > 1:
         deepest = len(adapter.model.config.vision_config.deepstack_visual_indexes)
         if deepest > len(shape.stage(0)):
             raise UserError(
                 f"pp * vpp = {layout.pp} * {layout.vpp} cuts the first {deepest} layers, which take DeepStack features. "
                 f"Use pp * vpp of at most {shape.num_layers // deepest}"
             )
+
+
+def _refuse_experts(adapter: Adapter, layout: Layout) -> None:
+    """Experts spread over data ranks, evenly. A dense model has none: ep2 is dp2 then."""
+    data = layout.dp * layout.cp
+    counts = {module.num_experts for module in expert_modules(adapter.model).values()}
+    fitting = [n for n in range(1, data + 1) if data % n == 0 and not any(count % n for count in counts)]
+    if layout.ep not in fitting:
+        what = f" and the model's {max(counts)} experts" if counts else ""
+        raise UserError(
+            f"ep={layout.ep} must divide dp * cp = {layout.dp} * {layout.cp} = {data}{what}: this backend spreads experts "
+            f"over data ranks, and tensor-parallel ranks repeat them. Use ep in ({', '.join(map(str, fitting))}) or "
+            "change dp or cp"
+        )
 
 
 def _stages_refusal(layout: Layout, layers: int) -> str:
