@@ -284,6 +284,7 @@ def refusals(folder: str) -> dict[str, str]:
     attempt("axis", build(STUDENT, "dp2"), full)
     attempt("budget", build(STUDENT, "cp2-ulysses", max_tokens_per_rank=40), full)
     attempt("dynamic", build(STUDENT, "cp2-ulysses", dynamic_cp=True), full)
+    attempt("dtype", build(STUDENT, "cp2-ulysses", dtype="float32"), full)
     good.config = dataclasses.replace(good.config, backend="megatron")
     attempt("backend", good, full)
     assert not student.backend.has_gradients()
@@ -295,7 +296,7 @@ def test_bad_teachers_are_refused_by_name(tmp_path: Path) -> None:
     expected = {
         "none": "needs teacher=", "unread": "reads no teacher", "self": "second engine", "vocabulary": "101 ids",
         "index": "index='zigzag'", "axis": "dp=2", "budget": "max_tokens_per_rank=40", "dynamic": "dynamic_cp",
-        "backend": "megatron",
+        "backend": "megatron", "dtype": "float32",
     }  # fmt: skip
     for found in launch(refusals, str(tmp_path), ranks=2, timeout_s=60):
         for name, part in expected.items():

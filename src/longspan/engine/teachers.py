@@ -43,6 +43,11 @@ def check_teacher(student: Engine, teacher: Engine) -> None:
             f"{student.config.model} of {student.adapter.vocab_size}. Full distillation needs one vocabulary; use "
             "'distill_topk' with ids of the student's"
         )
+    if teacher.dtype != student.dtype:
+        raise UserError(
+            f"the teacher has dtype={teacher.config.dtype!r}, the student {student.config.dtype!r}: log-probs would be "
+            f"{teacher.dtype} and {student.dtype}. Give both float64, or neither"
+        )
     ours, theirs = student.mesh.layout, teacher.mesh.layout
     for axis, mine, other in (
         ("dp", ours.dp, theirs.dp),

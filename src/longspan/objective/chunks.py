@@ -38,7 +38,7 @@ def plan_chunks(rows: int, size: int) -> list[slice]:
 
 
 def kernels_for(x: Tensor) -> ModuleType:
-    """Row kernels for x's device: row_stats and logits_gradient."""
+    """Row kernels for x's device: row_stats, logits_gradient, kl_stats and kl_gradient."""
     if x.device.type == "cuda" and x.dtype != torch.float64:
         from longspan.objective import logprob_triton  # triton comes with torch's CUDA builds only
 

@@ -4,6 +4,8 @@ Works on blocks of rows so that temporaries stay at a fraction of the chunk. Wit
 temperature, m their row maximum and s = sum exp(z - m):
     logprob = (z_y - m) - log s   (<= 0 by construction)      entropy = log s - sum p (z - m)
     dz = g_y [onehot(y) - p] + sum_k g_k [onehot(k) - p] - g_e p (log p + entropy)
+KL of two rows of logits with distributions p (student, differentiated) and q (teacher):
+    forward: sum q (log q - log p)   dz = g (p - q)          reverse: sum p (log p - log q)   dz = g p (log p - log q - KL)
 The same arithmetic as Triton kernels: logprob_triton.py. This file does no matmul and knows no gradient of its own.
 """
 
@@ -13,10 +15,13 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "KLStats",
     "RowGrads",
     "RowStats",
     "Rows",
     "blocks",
+    "kl_gradient",
+    "kl_stats",
     "logits_gradient",
     "row_stats",
     "row_stats_buffers",
@@ -73,6 +78,22 @@ class RowGrads:
             None if x is None else x[part] for x in (self.logprob, self.entropy, self.topk_logprob)
         )
         return RowGrads(logprob, entropy, topk)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KLStats:
+    """What backward keeps of a chunk's pairs of rows. A row's log-softmax is (z - shift) - log_sum, z tempered."""
+
+    kl: Tensor  # [C]
+    shift: Tensor  # [2, C] row maxima of student and teacher
+    log_sum: Tensor  # [2, C]
+
+    @classmethod
+    def empty(cls, rows: int, like: Tensor) -> "KLStats":
+        return cls(like.new_empty(rows), like.new_empty(2, rows), like.new_empty(2, rows))
+
+    def take(self, part: slice) -> "KLStats":
+        return KLStats(self.kl[part], self.shift[:, part], self.log_sum[:, part])
 
 
 def row_stats_buffers(rows: int, topk: int | None, like: Tensor) -> RowStats:
@@ -146,3 +167,38 @@ def untempered_(d: Tensor, z: Tensor, rows: Rows) -> Tensor:
     if rows.softcap is not None:
         d.mul_(1 - torch.tanh(z / rows.softcap).square())
     return d
+
+
+def kl_stats(z: Tensor, ours: Rows, t: Tensor, theirs: Rows, *, reverse: bool, into: KLStats) -> None:
+    """KL of raw student logits z and teacher logits t, both [C, V], into `into`. Both keep their values."""
+    for part in blocks(z):
+        own = into.take(part)
+        log_p = _log_softmax(z[part], ours.take(part), own, 0)
+        log_q = _log_softmax(t[part], theirs.take(part), own, 1)
+        over, other = (log_p, log_q) if reverse else (log_q, log_p)
+        own.kl.copy_((torch.exp(over) * (over - other)).sum(1))
+
+
+def _log_softmax(z: Tensor, rows: Rows, into: KLStats, side: int) -> Tensor:
+    z = tempered(z, rows)
+    shift = z.amax(1)
+    z = z - shift[:, None]
+    log_sum = torch.log(torch.exp(z).sum(1))
+    into.shift[side].copy_(shift)
+    into.log_sum[side].copy_(log_sum)
+    return z.sub_(log_sum[:, None])
+
+
+def kl_gradient(
+    z: Tensor, ours: Rows, t: Tensor, theirs: Rows, *, reverse: bool, stats: KLStats, upstream: Tensor, out: Tensor
+) -> None:
+    """upstream [C] times dKL / dz, raw student logits, into out [C, V]: z itself, or a narrower view of its rows."""
+    for part in blocks(z):
+        own, g, rows = stats.take(part), upstream[part], ours.take(part)
+        log_p, log_q = (
+            (tempered(x[part], side.take(part)) - own.shift[number, :, None]).sub_(own.log_sum[number, :, None])
+            for number, (x, side) in enumerate(((z, ours), (t, theirs)))
+        )
+        p = torch.exp(log_p)
+        pull = p * (log_p - log_q - own.kl[:, None]) if reverse else p - torch.exp(log_q)
+        out[part] = untempered_(pull.mul_(g[:, None]), z[part], rows)

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.objective.head_rows import RowGrads, Rows, RowStats, tempered, untempered_
+from longspan.objective.head_rows import KLStats, RowGrads, Rows, RowStats, tempered, untempered_
 
-__all__ = ["logits_gradient", "row_stats"]
+__all__ = ["kl_gradient", "kl_stats", "logits_gradient", "row_stats"]
 
 UNROLL, LANES, STATS_WARPS = 8, 1024, 8  # 32 threads * 8 warps * 4 adjacent f32: 16-byte loads
 GRADIENT_BLOCK, GRADIENT_WARPS = 16384, 16
@@ -189,3 +189,147 @@ def _chosen_gradient(z: Tensor, rows: Rows, stats: RowStats, *, grads: RowGrads,
     if grads.logprob is not None:
         d = d + torch.where(ids == rows.targets[:, None], grads.logprob[:, None], 0.0)
     return untempered_(d, z, rows)
+
+
+# KL of two rows ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _absorb_pair(m, s, u, n, r, a, b, inside, MASKED: tl.constexpr):
+    """Tiles a and b [UNROLL, LANES] into each lane's maximum m, sum exp(a - m) and sum exp(a - m) (a - b), and into the
+    maximum n and sum exp(b - n)."""
+    new, other = tl.maximum(m, tl.max(a, 0)), tl.maximum(n, tl.max(b, 0))
+    e, f = tl.exp(a - new[None, :]), tl.exp(b - other[None, :])
+    if MASKED:
+        e, f = tl.where(inside, e, 0.0), tl.where(inside, f, 0.0)
+    scale = tl.exp(m - new)
+    s = scale * s + tl.sum(e, 0)
+    u = scale * u + tl.sum(e * (a - b), 0)
+    r = tl.exp(n - other) * r + tl.sum(f, 0)
+    return new, s, u, other, r
+
+
+@triton.jit
+def _kl_stats_kernel(
+    a_ptr, a_stride, b_ptr, b_stride, temperature_ptr, kl_ptr, a_shift_ptr, a_log_sum_ptr, b_shift_ptr, b_log_sum_ptr,
+    V, a_softcap, b_softcap, TEMPERED: tl.constexpr, A_CAPPED: tl.constexpr, B_CAPPED: tl.constexpr,
+    UNROLL: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """KL(softmax a || softmax b)."""
+    row = tl.program_id(0).to(tl.int64)
+    a_row, b_row = a_ptr + row * a_stride, b_ptr + row * b_stride
+    inverse = 1.0 / tl.load(temperature_ptr + row) if TEMPERED else 1.0
+    m, n = tl.full([LANES], LOWEST, tl.float32), tl.full([LANES], LOWEST, tl.float32)
+    s, u, r = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    tile = tl.arange(0, UNROLL)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    whole = V // (UNROLL * LANES) * (UNROLL * LANES)
+    for start in range(0, whole, UNROLL * LANES):
+        a = _temper(tl.load(a_row + start + tile), inverse, a_softcap, A_CAPPED)
+        b = _temper(tl.load(b_row + start + tile), inverse, b_softcap, B_CAPPED)
+        m, s, u, n, r = _absorb_pair(m, s, u, n, r, a, b, tile < V, False)
+    if whole < V:
+        inside = whole + tile < V
+        a = _temper(tl.load(a_row + whole + tile, mask=inside, other=0.0), inverse, a_softcap, A_CAPPED)
+        b = _temper(tl.load(b_row + whole + tile, mask=inside, other=0.0), inverse, b_softcap, B_CAPPED)
+        a, b = tl.where(inside, a, LOWEST), tl.where(inside, b, LOWEST)
+        m, s, u, n, r = _absorb_pair(m, s, u, n, r, a, b, inside, True)
+    a_top, b_top = tl.max(m, 0), tl.max(n, 0)
+    lane = tl.exp(m - a_top)
+    a_sum, b_sum = tl.sum(s * lane, 0), tl.sum(r * tl.exp(n - b_top), 0)
+    a_log, b_log = tl.log(a_sum), tl.log(b_sum)
+    kl = tl.sum(u * lane, 0) / a_sum - ((a_top - b_top) + (a_log - b_log))
+    tl.store(kl_ptr + row, tl.maximum(kl, 0.0))
+    tl.store(a_shift_ptr + row, a_top)
+    tl.store(a_log_sum_ptr + row, a_log)
+    tl.store(b_shift_ptr + row, b_top)
+    tl.store(b_log_sum_ptr + row, b_log)
+
+
+@triton.jit
+def _kl_gradient_kernel(
+    z_ptr, z_stride, t_ptr, t_stride, out_ptr, out_stride, temperature_ptr, kl_ptr,
+    z_shift_ptr, z_log_sum_ptr, t_shift_ptr, t_log_sum_ptr, upstream_ptr, V, z_softcap, t_softcap,
+    TEMPERED: tl.constexpr, Z_CAPPED: tl.constexpr, T_CAPPED: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out may share the bytes of z, as in _gradient_kernel."""
+    row = tl.program_id(0).to(tl.int64)
+    z_row, t_row, out_row = z_ptr + row * z_stride, t_ptr + row * t_stride, out_ptr + row * out_stride
+    inverse = 1.0 / tl.load(temperature_ptr + row) if TEMPERED else 1.0
+    z_shift, z_log_sum = tl.load(z_shift_ptr + row), tl.load(z_log_sum_ptr + row)
+    t_shift, t_log_sum = tl.load(t_shift_ptr + row), tl.load(t_log_sum_ptr + row)
+    kl, pull = tl.load(kl_ptr + row), tl.load(upstream_ptr + row) * inverse
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < V
+        raw = tl.load(z_row + column, mask=inside, other=0.0)
+        raw_t = tl.load(t_row + column, mask=inside, other=0.0)
+        tl.debug_barrier()
+        log_p = (_temper(raw, inverse, z_softcap, Z_CAPPED) - z_shift) - z_log_sum
+        log_q = (_temper(raw_t, inverse, t_softcap, T_CAPPED) - t_shift) - t_log_sum
+        d = tl.exp(log_p) * (log_p - log_q - kl) if REVERSE else tl.exp(log_p) - tl.exp(log_q)
+        d = d * pull
+        if Z_CAPPED:
+            tanh = 2.0 * tl.sigmoid(2.0 * raw / z_softcap) - 1.0
+            d = d * (1.0 - tanh * tanh)
+        tl.store(out_row + column, d.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def kl_stats(z: Tensor, ours: Rows, t: Tensor, theirs: Rows, *, reverse: bool, into: KLStats) -> None:
+    """As head_rows.kl_stats, in one read of both chunks."""
+    if z.shape[0] == 0:
+        return
+    student, teacher = (z, ours, 0), (t, theirs, 1)
+    (a, a_rows, a_side), (b, b_rows, b_side) = (student, teacher) if reverse else (teacher, student)
+    _kl_stats_kernel[(z.shape[0],)](
+        a,
+        a.stride(0),
+        b,
+        b.stride(0),
+        z if ours.temperature is None else ours.temperature.contiguous(),
+        into.kl,
+        into.shift[a_side],
+        into.log_sum[a_side],
+        into.shift[b_side],
+        into.log_sum[b_side],
+        z.shape[1],
+        1.0 if a_rows.softcap is None else a_rows.softcap,
+        1.0 if b_rows.softcap is None else b_rows.softcap,
+        TEMPERED=ours.temperature is not None,
+        A_CAPPED=a_rows.softcap is not None,
+        B_CAPPED=b_rows.softcap is not None,
+        UNROLL=UNROLL // 2,  # two tiles are held at once
+        LANES=LANES,
+        num_warps=STATS_WARPS,
+    )
+
+
+def kl_gradient(
+    z: Tensor, ours: Rows, t: Tensor, theirs: Rows, *, reverse: bool, stats: KLStats, upstream: Tensor, out: Tensor
+) -> None:
+    """As head_rows.kl_gradient, in one read of both chunks and one write."""
+    if z.shape[0] == 0:
+        return
+    _kl_gradient_kernel[(z.shape[0],)](
+        z,
+        z.stride(0),
+        t,
+        t.stride(0),
+        out,
+        out.stride(0),
+        z if ours.temperature is None else ours.temperature.contiguous(),
+        stats.kl,
+        stats.shift[0],
+        stats.log_sum[0],
+        stats.shift[1],
+        stats.log_sum[1],
+        upstream,
+        z.shape[1],
+        1.0 if ours.softcap is None else ours.softcap,
+        1.0 if theirs.softcap is None else theirs.softcap,
+        TEMPERED=ours.temperature is not None,
+        Z_CAPPED=ours.softcap is not None,
+        T_CAPPED=theirs.softcap is not None,
+        REVERSE=reverse,
+        BLOCK=min(GRADIENT_BLOCK // 2, max(128, triton.next_power_of_2(z.shape[1]))),
+        num_warps=GRADIENT_WARPS,
+    )

@@ -2,9 +2,7 @@
 side.
 
 hidden [T, E], weight [V, E] and teacher_hidden [T, F], teacher_weight [V, F] -> kl [T], with gradient to the student
-only.
-    forward: sum_v q_v (log q_v - log p_v)      dz = g (p - q)
-    reverse: sum_v p_v (log p_v - log q_v)      dz = g p (log p - log q - kl)
+only. Formulas: head_rows.py.
 p and q are both tempered by `temperature`. One chunk of each side's logits at a time, together below one chunk's
 budget. The teacher's hidden states come from a second engine as a stream; this file runs no model.
 """
@@ -17,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.errors import UserError
-from longspan.objective.chunks import HeadInputs, HeadMatmul, plan_chunks
-from longspan.objective.head_rows import Rows, blocks, tempered, untempered_
+from longspan.objective.chunks import HeadInputs, HeadMatmul, kernels_for, plan_chunks
+from longspan.objective.head_rows import KLStats, Rows
 
 __all__ = ["DIRECTIONS", "TeacherHead", "head_kl"]
 
@@ -84,33 +82,26 @@ class _HeadKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked) -> Tensor:
         pairs = _Pairs(hidden, weight, bias, asked)
-        kl = pairs.student.like.new_empty(asked.inputs.rows)
+        kernels, stats = kernels_for(hidden), KLStats.empty(asked.inputs.rows, pairs.student.like)
         for part in plan_chunks(asked.inputs.rows, asked.inputs.chunk_rows):
-            z, t, ours, theirs = pairs.logits(part)
-            for block in blocks(z):
-                log_p = _log_softmax(z[block], ours.take(block))
-                log_q = _log_softmax(t[block], theirs.take(block))
-                kl[part][block] = _kl(log_p, log_q, reverse=asked.reverse)
-        ctx.save_for_backward(hidden, weight, bias)
+            kernels.kl_stats(*pairs.chunk(part), reverse=asked.reverse, into=stats.take(part))
+        ctx.save_for_backward(hidden, weight, bias, stats.kl, stats.shift, stats.log_sum)
         ctx.asked = asked
-        return kl
+        return stats.kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias = ctx.saved_tensors
+        hidden, weight, bias, *kept = ctx.saved_tensors
         asked: _Asked = ctx.asked
-        pairs = _Pairs(hidden, weight, bias, asked)
-        wants = ctx.needs_input_grad
+        pairs, stats, wants = _Pairs(hidden, weight, bias, asked), KLStats(*kept), ctx.needs_input_grad
         sink = pairs.student.gradients(hidden=wants[0], weight=wants[1], bias=wants[2])
+        kernels, pull = kernels_for(hidden), upstream[0].contiguous()
         for part in plan_chunks(asked.inputs.rows, asked.inputs.chunk_rows):
-            z, t, ours, theirs = pairs.logits(part)
-            g, d = upstream[0][part], sink.space(z)
-            for block in blocks(z):
-                log_p = _log_softmax(z[block], ours.take(block))
-                log_q = _log_softmax(t[block], theirs.take(block))
-                pull = _pull(log_p, log_q, reverse=asked.reverse).mul_(g[block, None])
-                d[block] = untempered_(pull, z[block], ours.take(block))
+            z, ours, t, theirs = pairs.chunk(part)
+            d = sink.space(z)
+            own = stats.take(part)
+            kernels.kl_gradient(z, ours, t, theirs, reverse=asked.reverse, stats=own, upstream=pull[part], out=d)
             sink.add(d, asked.inputs.take(hidden, part), asked.inputs.where(part))
         return (*sink.finish(), None)
 
@@ -127,31 +118,10 @@ class _Pairs:
         rows = asked.inputs.chunk_rows
         self._buffers = (self.student.buffer(rows), self.teacher.buffer(rows))
 
-    def logits(self, part: slice) -> tuple[Tensor, Tensor, Rows, Rows]:
-        """Raw logits [C, V] of student and teacher, and what each side's rows are asked for."""
+    def chunk(self, part: slice) -> tuple[Tensor, Rows, Tensor, Rows]:
+        """Raw logits [C, V] of the student and what its rows are asked for, then the teacher's."""
         inputs, teacher = self._asked.inputs, self._asked.teacher
         z = self.student.logits(inputs.take(self._hidden, part), self._buffers[0])
         t = self.teacher.logits(inputs.take(teacher.hidden, part), self._buffers[1])
         ours = inputs.row_inputs(part, self.student.like)
-        theirs = Rows(ours.targets, ours.temperature, teacher.softcap, None)
-        return z, t, ours, theirs
-
-
-def _log_softmax(z: Tensor, rows: Rows) -> Tensor:
-    return torch.log_softmax(tempered(z, rows), 1)
-
-
-def _kl(log_p: Tensor, log_q: Tensor, *, reverse: bool) -> Tensor:
-    """Both [C, V] -> [C]."""
-    if reverse:
-        return (torch.exp(log_p) * (log_p - log_q)).sum(1)
-    return (torch.exp(log_q) * (log_q - log_p)).sum(1)
-
-
-def _pull(log_p: Tensor, log_q: Tensor, *, reverse: bool) -> Tensor:
-    """dKL / d(tempered student logits), [C, V]."""
-    p = torch.exp(log_p)
-    if not reverse:
-        return p - torch.exp(log_q)
-    difference = log_p - log_q
-    return p * (difference - (p * difference).sum(1, keepdim=True))
+        return z, ours, t, Rows(ours.targets, ours.temperature, teacher.softcap, None)
