@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -49,8 +49,7 @@ class MicroStep:
 class Program(Protocol):
     """What to do with the hidden states of a micro-step. `trains` says whether backward runs."""
 
-    @property
-    def trains(self) -> bool: ...
+    trains: ClassVar[bool]
 
     def compute(self, hidden: Tensor, head: Head, value: Tensor | None, step: MicroStep) -> Tensor:
         """hidden [T_local, E], value [T_local] or None -> scalar to differentiate (already weighted: only sums follow)."""

@@ -109,6 +109,7 @@ class Train:
     def _router_losses(self, step: MicroStep) -> Tensor:
         """[] sum over samples of (the term's weight of a sample, at each of its tokens) * auxiliary loss of the sample."""
         context = step.context
+        assert context.moe is not None, "the engine keeps router logits for these terms"
         parts = router_terms(context.moe, info=context.info, lengths=step.shard.lengths, shares=self.shares)
         total = torch.zeros((), dtype=torch.float64, device=parts.aux.device)
         for name, coefficient, values in (
