@@ -1,8 +1,10 @@
-"""Gated DeltaNet on two GPUs of one host: forward and forward+backward of convolution and rule, through the package.
+"""Gated DeltaNet on one or two GPUs of one host: forward and forward+backward of convolution and rule, through the package.
 
-    python benchmarks/deltanet.py            # needs 2 GPUs and fla-core; --smoke runs on 2 CPU processes
+    python benchmarks/deltanet.py            # needs fla-core; --smoke runs on 2 CPU processes
 
-16 key and 32 value heads of 128, bf16; one 64k document and the 64k mix of 23 documents. Efficiency: time on one GPU
+16 key and 32 value heads of 128, bf16; one 64k document and the 64k mix of 23 documents. On one GPU: the package, runs
+left whole and cut into pieces; the package's plain torch rule; and "fla alone": fla's own layer functions on cu_seqlens.
+On two GPUs the sharded ways stand beside them. Efficiency: time on one GPU
 (same process and run, runs left whole) / (ranks * time). "state" passes states between ranks, with runs left whole and
 cut into pieces of 4k to 16k tokens; "heads" shares the heads out by all-to-all. A repeat is the mean of CALLS calls one
 after the other, as layers come, on the slower rank. Errors: relative L2 of output and gradients against one GPU.
@@ -11,6 +13,7 @@ fla autotunes at first use: keep TRITON_CACHE_DIR, with TRITON_CACHE_AUTOTUNING=
 
 import statistics
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,9 +27,11 @@ from longspan.layout.mesh import CPGroup
 from longspan.layout.seqinfo import SeqInfo
 from longspan.mixers.deltanet_choose import choose_delta_kernel
 from longspan.mixers.deltanet_pieces import cut_pieces
+from longspan.mixers.deltanet_torch import TorchDeltaKernel
 from longspan.mixers.linear import DeltaShape, DeltaWeights, LinearPrepared, gated_delta, prepare_linear
 
-RANKS, CALLS = 2, 3
+RANKS = min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+CALLS = 3
 SHAPE = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 SMOKE = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=8)
 PIECES = (None, 4096, 8192, 16384)
@@ -66,8 +71,37 @@ def ways(
 
     found = {"one GPU": state(alone, None)}
     found |= {f"one GPU, pieces of {longest}": state(alone, longest) for longest in PIECES if longest}
+    found["one GPU, torch rule"] = (alone, torch_rule(alone, where))
+    if RANKS == 1:
+        return found
     found |= {f"state, {f'pieces of {n}' if n else 'whole runs'}": state(info, n) for n in PIECES}
     return found | {"heads": (info, prepare_linear(info, where, how="heads", dtype=dtype))}
+
+
+def torch_rule(alone: SeqInfo, where: torch.device) -> LinearPrepared:
+    pieces = cut_pieces(alone)
+    return LinearPrepared("state", pieces, alone.group, TorchDeltaKernel(pieces, where), None)
+
+
+def fla_alone(local: list[Tensor], weights: DeltaWeights, shape: DeltaShape, cu: Tensor) -> Tensor:
+    """The layer in fla's own functions: what a model that uses fla directly runs on a packed row."""
+    from fla.modules.causal_conv1d import causal_conv1d
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    mixed, b, a = (x[None] for x in local)
+    mixed, _ = causal_conv1d(mixed, weights.conv, activation="silu", cu_seqlens=cu)
+    q, k, v = mixed.split(shape.channels, 2)
+    g = -weights.log_decay.float().exp() * torch.nn.functional.softplus(a.float() + weights.step_bias)
+    out, _ = chunk_gated_delta_rule(
+        q.unflatten(2, (shape.key_heads, shape.key_dim)),
+        k.unflatten(2, (shape.key_heads, shape.key_dim)),
+        v.unflatten(2, (shape.value_heads, shape.value_dim)),
+        g,
+        b.sigmoid(),
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu,
+    )
+    return out[0]
 
 
 def bench_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -86,13 +120,19 @@ def bench_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict
     decays = [torch.full((heads,), -2.0, device=where, dtype=dtype).requires_grad_() for _ in range(2)]
     rows: list[dict[str, Any]] = []
     whole: list[Tensor] = []
-    for way, (seen, prepared) in ways(info, alone, where, dtype).items():
+    listed: dict[str, tuple[SeqInfo, LinearPrepared | None]] = dict(ways(info, alone, where, dtype))
+    if where.type == "cuda" and find_spec("fla") is not None:
+        listed["one GPU, fla alone"] = (alone, None)
+    boundaries = cu.to(where, torch.int64)
+    for way, (seen, prepared) in listed.items():
         index = seen.index.to(where)
         local = [x[index].contiguous().requires_grad_() for x in (mixed, b, a)]
         pull = gradient[index].contiguous()
 
-        def forward(local: list[Tensor] = local, prepared: LinearPrepared = prepared) -> Tensor:
+        def forward(local: list[Tensor] = local, prepared: LinearPrepared | None = prepared) -> Tensor:
             weights = DeltaWeights(conv, *decays)
+            if prepared is None:
+                return fla_alone(local, weights, shape, boundaries)
             return gated_delta(*local, weights, shape=shape, prepared=prepared, layer=0)
 
         def both(local: list[Tensor] = local, pull: Tensor = pull, run: Callable[[], Tensor] = forward) -> list[Tensor]:

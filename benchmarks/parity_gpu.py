@@ -1,0 +1,286 @@
+"""What `longspan parity` checks, at real widths on one GPU: fp32 to 1e-5, bf16 against its own unpacked error, two calls against one.
+
+    python benchmarks/parity_gpu.py                       # everything but the 2B model at full depth
+    python benchmarks/parity_gpu.py --only qwen3-vl-2b    # that one
+
+Models have random weights, published widths and few layers (qwen3-vl-2b: all 28 and 24). The oracle is plain Hugging Face
+in fp32 on the same GPU, one unpacked sample at a time, TF32 off (plain attention and recurrence where fla is installed). Rows:
+    float32   every check of `longspan parity` for dp1 (parity/checks.py): limits are DESIGN.md's
+    bfloat16  engine against the fp32 oracle: unpacked (one call a sample), packed, micro-stepped, dynamic, recomputed,
+              compiled. Limit: 1.2 times the figure of "unpacked"
+    calls     after a real AdamW step, one call with all samples against two calls with a random half each; the worst of 20
+              repetitions. fp32 limit 1e-5; in bf16 a micro-step's gradient is bf16 before it is added in fp32
+Figures: log-prob largest absolute difference of a trained token; gradient relative L2 of the worst parameter.
+"""
+
+import gc
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Report, Settings, device, settings
+from shapes import config_of
+from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from longspan import AdamW, Engine, EngineConfig, Layout, Sample
+from longspan.engine.optim import local
+from longspan.parity import differences, oracle_media
+from longspan.parity.cases import ALL, PPO, Case
+from longspan.parity.cells import BFLOAT16_FACTOR, LIMITS
+from longspan.parity.checks import check_layout, roomy_budget, tight_budget
+from longspan.parity.compare import Request, prepare
+from longspan.parity.oracle_attention import use_plain_layers
+from longspan.parity.reference import Reference, auto_class
+from longspan.parity.samples import default_samples, fill_fields
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3-1.7b", {"num_hidden_layers": 4}),
+    "qwen3-vl": (
+        "qwen3-vl-2b",
+        {"num_hidden_layers": 4, "vision": {"depth": 4, "deepstack_visual_indexes": [0, 1, 2]}},
+    ),
+    "qwen3.5": ("qwen3.5-0.8b", {"num_hidden_layers": 4}),
+    "qwen3-vl-2b": ("qwen3-vl-2b", {}),
+}
+DEEP = ("qwen3-vl-2b",)  # 2.1e9 parameters: gradients are compared on the GPU, and only in bf16 and fp32 packed
+LENGTHS = (300, 1, 512, 37, 129, 3)
+SMOKE_LENGTHS = (13, 1, 40, 7, 29, 3)
+TOGETHER = {**PPO, **ALL, "value": 0.5, "value_clip": 0.2}
+CASE = Case("together", "ppo", TOGETHER, "sum")  # no denominator: calls of one sample each add up to the same
+ZERO = LIMITS["float32"].zero
+REPETITIONS = 20
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the same batch."""
+
+    name: str
+    budget: str = "roomy"  # "roomy": one row; "tight": at least two micro-steps
+    alone: bool = False  # one call a sample
+    recompute: str = "selective"
+    compile: bool = False
+    dynamic: bool = False
+
+
+VARIANTS = (
+    Variant("unpacked", alone=True),
+    Variant("packed"),
+    Variant("micro-steps", budget="tight"),
+    Variant("dynamic", budget="tight", dynamic=True),
+    Variant("packed, full", recompute="full"),
+    Variant("packed, none", recompute="none"),
+    Variant("packed, compiled, selective", compile=True),
+    Variant("packed, compiled, none", compile=True, recompute="none"),
+)
+
+
+@dataclass
+class Subject:
+    """One model: its folder, the oracle and what the oracle said."""
+
+    name: str
+    folder: str
+    reference: Reference
+    samples: list[Sample]
+    smoke: bool
+
+    def engine(self, dtype: str, variant: Variant) -> Engine:
+        lengths = [len(sample) for sample in self.samples]
+        budget = roomy_budget(lengths, 1) if variant.budget == "roomy" else tight_budget(lengths, 1, 1)
+        config = EngineConfig(
+            model=self.folder,
+            layout=Layout(),
+            dtype=dtype,
+            max_tokens_per_rank=budget,
+            value_head=True,
+            recompute=variant.recompute,
+            compile=variant.compile,
+            dynamic_cp=variant.dynamic,
+        )
+        return Engine.build(config)
+
+
+class WithoutTorchvision:
+    """What the oracle asks for the folder's processor."""
+
+    @staticmethod
+    def from_pretrained(folder: str, backend: str) -> Qwen2VLImageProcessorPil:
+        assert backend == "pil"
+        return Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+
+def make_subject(name: str, folder: str, smoke: bool) -> Subject:
+    """Write a random model as a Hugging Face folder and load the oracle from it."""
+    shape, over = MODELS[name]
+    config = config_of(shape, smoke, **({} if smoke else over))
+    with torch.random.fork_rng(), device():
+        torch.manual_seed(0)
+        model = auto_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.to(torch.float32).save_pretrained(folder)
+    if "vision_config" in config.sub_configs:
+        vision = config.vision_config
+        area = (vision.patch_size * vision.spatial_merge_size) ** 2
+        Qwen2VLImageProcessorPil(
+            patch_size=vision.patch_size,
+            merge_size=vision.spatial_merge_size,
+            temporal_patch_size=vision.temporal_patch_size,
+            size={"shortest_edge": area, "longest_edge": 16384 * area},
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+        ).save_pretrained(folder)
+        # AutoImageProcessor asks for torchvision even where the PIL processor is wanted
+        oracle_media.AutoImageProcessor = WithoutTorchvision
+    del model
+    reference = Reference(folder, dtype=torch.float32, value_head=True, device=str(device()))
+    if find_spec("fla") is not None:  # transformers would take its kernels: then DeltaNet is the plain recurrence
+        use_plain_layers(reference.model)
+    samples = fill_fields(default_samples(reference, SMOKE_LENGTHS if smoke else LENGTHS), reference)
+    return Subject(name, folder, reference, samples, smoke)
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    """The accumulated gradients where they are: one rank holds all of each."""
+    found = {}
+    for name, parameter in engine.backend.named_parameters():
+        found[name] = local(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    return found
+
+
+def run_calls(engine: Engine, calls: Sequence[Sequence[Sample]]) -> dict[str, Tensor]:
+    engine.clear_gradients()
+    for samples in calls:
+        engine.forward_backward(list(samples), CASE.objective(), normalise=CASE.normalise)
+    return gradients(engine)
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def float32_rows(subject: Subject) -> Iterator[dict[str, Any]]:
+    """parity's own checks."""
+    request = Request(
+        model=subject.folder,
+        layouts={},
+        dtype="float32",
+        samples=subject.samples,
+        cases=(Case("cross_entropy", "cross_entropy"), Case("together", "ppo", TOGETHER, "sample")),
+        steps=2,
+    )
+    start = subject.reference.weights()
+    plan, truth = prepare(request, subject.reference)
+    subject.reference.set_weights(start)  # `prepare` stepped
+    for cell in check_layout("dp1", replace(plan, config=replace(plan.config, layout=Layout())), truth).cells:
+        yield {"check": cell.check, "case": cell.case, "figure": cell.figure, "limit": cell.limit, "where": cell.where}
+
+
+def distance_rows(subject: Subject, dtype: str, variants: Sequence[Variant]) -> Iterator[dict[str, Any]]:
+    """Engine against the oracle, for each variant; the first one's figures are the others' limits in bf16."""
+    reference, samples = subject.reference, subject.samples
+    with torch.no_grad():
+        logprobs = [reference.outputs(sample).logprob for sample in samples]
+    reference.clear()
+    reference.run(samples, CASE)
+    want = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.to(device()) for name, p in reference.named_parameters()
+    }
+    base: dict[str, float] = {}
+    for variant in variants:
+        free()
+        engine = subject.engine(dtype, variant)
+        calls = [[sample] for sample in samples] if variant.alone else [samples]
+        outputs = [out["logprob"] for call in calls for out in engine.forward(call)]
+        figures = {"logprob": differences.tokens(outputs, logprobs, samples)}
+        errors = differences.each_parameter(run_calls(engine, calls), want, ZERO)
+        worst = max(errors, key=lambda name: errors[name])
+        figures["gradient"] = errors[worst], worst
+        for check, (figure, where) in figures.items():
+            fixed = getattr(LIMITS["float32"], check)
+            limit = fixed if dtype == "float32" else BFLOAT16_FACTOR * base.setdefault(check, figure)
+            row = {"check": check, "case": variant.name, "figure": figure, "limit": limit, "where": where}
+            yield row | {"kernel": engine.builder.kernel.name}
+        del engine
+    reference.clear()
+
+
+def calls_rows(subject: Subject) -> Iterator[dict[str, Any]]:
+    """One call against two, after real steps."""
+    draw = random.Random(0)
+    for dtype in ("float32", "bfloat16"):
+        free()
+        engine = subject.engine(dtype, Variant("packed"))
+        found = []
+        for _ in range(3 if subject.smoke else REPETITIONS):
+            run_calls(engine, [subject.samples])
+            engine.optim_step(AdamW(lr=1e-4))
+            order = draw.sample(range(len(subject.samples)), len(subject.samples))
+            halves = [[subject.samples[i] for i in half] for half in (order[::2], order[1::2])]
+            two = {name: gradient.clone() for name, gradient in run_calls(engine, halves).items()}
+            errors = differences.each_parameter(two, run_calls(engine, [subject.samples]), ZERO)
+            worst = max(errors, key=lambda name: errors[name])
+            found.append((errors[worst], worst))
+        figure, where = max(found)
+        limit = 1e-5 if dtype == "float32" else None
+        every = [error for error, _ in found]
+        yield {"check": "calls", "case": dtype, "figure": figure, "limit": limit, "where": where, "every": every}
+        del engine
+
+
+def rows_of(subject: Subject) -> Iterator[dict[str, Any]]:
+    """Every part that suits the model."""
+    deep, gpu = subject.name in DEEP, torch.cuda.is_available()
+    variants = [v for v in VARIANTS if not v.compile or (gpu and subject.name == "qwen3")]
+    if deep:
+        variants = [v for v in variants if v.name in ("unpacked", "packed", "micro-steps")]
+        parts = [("float32", distance_rows(subject, "float32", variants[1:2]))]
+    else:
+        parts = [("float32", float32_rows(subject))]
+    parts.append(("bfloat16", distance_rows(subject, "bfloat16", variants)))
+    if subject.name == "qwen3":
+        parts.append(("calls", calls_rows(subject)))
+    for part, rows in parts:
+        for row in rows:
+            yield {"part": part, **row}
+
+
+def run() -> Report:
+    asked: Settings = settings("parity on one GPU")
+    torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions: the patch embedding of both sides
+    report = Report("parity_gpu", asked, __doc__ or "")
+    wanted = [name for name in MODELS if (name in asked.only if asked.only else name not in DEEP)]
+    scratch = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    for name in wanted:
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            subject = make_subject(name, folder, asked.smoke)
+            try:
+                for row in rows_of(subject):
+                    held = None if row["limit"] is None else row["figure"] <= row["limit"]
+                    report.add(model=name, **row, held=held)
+            except (RuntimeError, ValueError) as error:  # one model's failure leaves the others' rows
+                report.skip(f"{type(error).__name__}: {error}", model=name)
+            del subject
+        free()
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+    return report
+
+
+if __name__ == "__main__":
+    run().save(
+        bars=lambda row: (
+            (f"{row['model']}, {row['part']}", f"{row['check']}: {row['case']}", row["figure"] / row["limit"])
+            if row["limit"]
+            else None
+        ),
+        unit="figure / limit (held: at most 1)",
+    )
