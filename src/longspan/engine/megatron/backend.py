@@ -33,6 +33,7 @@ from longspan.engine.optim import local as local_of
 from longspan.errors import CheckpointError, UserError
 from longspan.layout import CPGroup, Mesh
 from longspan.models.adapter import Adapter
+from longspan.models.lora import adapter_of, merge_weights, write_adapter
 
 __all__ = ["MegatronBackend"]
 
@@ -41,22 +42,22 @@ class MegatronBackend:
     """Backend protocol on megatron-core. Build with `MegatronBackend(config, adapter, mesh)` on every rank."""
 
     def __init__(self, config: EngineConfig, adapter: Adapter, mesh: Mesh) -> None:
-        self.routing = None
-        self.mesh, self.adapter = mesh, adapter
+        self.mesh, self.adapter, self.lora = mesh, adapter, config.lora or {}
         self.groups = make_groups(mesh)
         self.built = build_chunks(config, adapter, mesh, self.groups)
         self.shape, self.table = self.built.shape, self.built.table
         self.chunks = [stage for stage in self.built.chunks if isinstance(stage, Stage)]
         self.parameters = dict(self.built.chunks.named_parameters())
-        self.masters = self.built.masters
+        self.masters, self.routing = self.built.masters, self.built.routing
         self.wide: dict[str, Tensor] = {}  # bf16: fp32 sums of gradients by parameter name
         self.slices = {name: own_slice(self.masters[name], self._repeats(entry)) for name, entry in self.trainable()}
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.touched = False
+        self.optimizers: dict[str | None, torch.optim.Optimizer] = {}  # one an adapter; None: what is in none
+        self.touched: set[str | None] = set()  # whose gradients wait for a step
 
     def run(self, steps: Iterable[MicroStep], program: Program) -> None:
         run_pipeline(self.chunks, self.groups, steps, program, after_backward=self._widen)
-        self.touched |= program.trains
+        if program.trains:
+            self.touched = set(self.lora) or {None}
         if self.groups.pp.size > 1:
             self._share(program)
 
@@ -88,15 +89,21 @@ class MegatronBackend:
             if parameter.requires_grad:
                 yield name, self.table[name]
 
+    def _moved_by(self, adapter: str | None) -> list[tuple[str, Entry]]:
+        """What a step of an adapter moves; None: everything that is in none."""
+        return [(name, entry) for name, entry in self.trainable() if adapter_of(entry.parts[0].name) == adapter]
+
     def _repeats(self, entry: Entry) -> CPGroup:
         """The data ranks that hold the same parameter."""
         return self.groups.replica if entry.axis == "ep" else self.groups.data
 
-    def _reduced(self, sum_over_data: Callable[[Tensor, CPGroup], Tensor]) -> dict[str, Tensor]:
+    def _reduced(
+        self, entries: Iterable[tuple[str, Entry]], sum_over_data: Callable[[Tensor, CPGroup], Tensor]
+    ) -> dict[str, Tensor]:
         """Parameter name -> what sum_over_data makes of this rank's gradient, summed over whoever else has a part
         of it. Accumulators stay as they are. Collective."""
         found = {}
-        for name, entry in self.trainable():
+        for name, entry in entries:
             held = self.wide.get(name, self.parameters[name].grad)
             held = torch.zeros_like(self.masters[name]) if held is None else held.detach()
             found[name] = sum_over_data(held, self._repeats(entry))
@@ -110,7 +117,7 @@ class MegatronBackend:
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        return self._whole(self._reduced(_summed))
+        return self._whole(self._reduced(self.trainable(), _summed))
 
     def weights(self) -> dict[str, Tensor]:
         return self._whole({name: master.detach() for name, master in self.masters.items()})
@@ -140,11 +147,11 @@ class MegatronBackend:
     # the step
 
     def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:
-        if adapter is not None:
-            raise UserError(f"adapter={adapter!r}: this engine has no LoRA adapters. Leave it out")
-        if not self.touched:
+        adapter = self._adapter(adapter)
+        if adapter not in self.touched:
             raise UserError("optim_step found no gradient. Call forward_backward first")
-        gradients = self._reduced(sum_into_slice)
+        moved = self._moved_by(adapter)
+        gradients = self._reduced(moved, sum_into_slice)
         norm = self._norm(gradients)
         if not torch.isfinite(norm):
             broken = sorted(
@@ -156,14 +163,27 @@ class MegatronBackend:
                 "Call engine.clear_gradients() to drop this batch and go on"
             )
         coefficient = clip_coefficient(norm, settings.clip_norm)
-        self.clear_gradients()
-        optimizer = self._optimizer(settings)
+        self._clear([name for name, _ in moved])
+        self.touched.discard(adapter)
+        optimizer = self._optimizer(settings, adapter)
         for name, gradient in gradients.items():
             self.slices[name].grad = gradient if coefficient is None else gradient * coefficient.to(gradient.dtype)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._publish()
         return {"grad/norm": float(norm), "grad/clip": 1.0 if coefficient is None else float(coefficient)}
+
+    def _adapter(self, name: str | None) -> str | None:
+        """Which parameters a step moves: those of one adapter, or (without LoRA) all."""
+        if not self.lora and name is not None:
+            raise UserError(
+                f"adapter={name!r}: this engine has no LoRA adapters. Build it with lora={{name: LoraConfig}}"
+            )
+        if name is None and len(self.lora) == 1:
+            return next(iter(self.lora))
+        if self.lora and name not in self.lora:
+            raise UserError(f"adapter={name!r} is not one of {sorted(self.lora)}. Name the adapter to step")
+        return name
 
     def _norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Global L2 norm from slices, each element counted once: repeated parameters by the first tp rank. [] fp64."""
@@ -176,18 +196,21 @@ class MegatronBackend:
             dist.all_reduce(total, group=self.mesh.host_group)
         return total.sqrt()
 
-    def _optimizer(self, settings: AdamW | SGD) -> torch.optim.Optimizer:
-        """The optimizer with the settings of this step; its state starts at the first one."""
-        if self.optimizer is None:
-            self.optimizer = make_optimizer(settings, self.slices.values())
-        if type(self.optimizer).__name__ != type(settings).__name__:
+    def _optimizer(self, settings: AdamW | SGD, adapter: str | None) -> torch.optim.Optimizer:
+        """An adapter's optimizer with the settings of this step; its state starts at the first one."""
+        if adapter not in self.optimizers:
+            slices = [self.slices[name] for name, _ in self._moved_by(adapter)]
+            # a pipeline stage may have no layer of this adapter, and torch wants a parameter
+            self.optimizers[adapter] = make_optimizer(settings, slices or [torch.zeros(0)])
+        optimizer = self.optimizers[adapter]
+        if type(optimizer).__name__ != type(settings).__name__:
             raise UserError(
-                f"this engine steps with {type(self.optimizer).__name__}; {type(settings).__name__} would ignore its "
-                "state. Use one optimizer for a run"
+                f"this engine steps with {type(optimizer).__name__}; {type(settings).__name__} would ignore its state. "
+                "Use one optimizer for a run"
             )
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group.update(settings.options())
-        return self.optimizer
+        return optimizer
 
     def _publish(self) -> None:
         """The slices that moved make the masters whole on every data rank; under bf16 these reach what computes."""
@@ -204,20 +227,23 @@ class MegatronBackend:
                 parameter.data.copy_(self.masters[name])
 
     def clear_gradients(self) -> None:
-        self.touched = False
-        self.wide.clear()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.touched.clear()
+        self._clear(self.parameters)
+
+    def _clear(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.wide.pop(name, None)
+            self.parameters[name].grad = None
 
     def has_gradients(self) -> bool:
-        return self.touched
+        return bool(self.touched)
 
     # checkpoints
 
     def save(self, folder: Path) -> None:
         checkpoint.write_tensors(folder, self._state(), self.mesh)
         if self.mesh.rank == 0:
-            kinds = {} if self.optimizer is None else {"": type(self.optimizer).__name__}
+            kinds = {adapter or "": type(optimizer).__name__ for adapter, optimizer in self.optimizers.items()}
             (folder / "backend.json").write_text(json.dumps({"optimizers": kinds, "shapes": self.built.shapes}))
 
     def load(self, folder: Path, optimizer: bool) -> None:
@@ -230,10 +256,9 @@ class MegatronBackend:
             raise CheckpointError(
                 f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded"
             )
-        self.optimizer = None
-        kind = saved["optimizers"].get("") if optimizer else None
-        if kind is not None:
-            self._empty_optimizer(kind)
+        self.optimizers = {}
+        for adapter, kind in saved["optimizers"].items() if optimizer else ():
+            self._empty_optimizer(adapter or None, kind)
         state = self._state(copies=True)
         checkpoint.read_tensors(folder, state, self.mesh)
         self._fill(state)
@@ -242,10 +267,11 @@ class MegatronBackend:
 
     def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
         """(key, parameter name, this rank's slice or a scalar) of optimizer state, in one order on all ranks."""
-        for name, part in self.slices.items() if self.optimizer is not None else ():
-            for slot, value in self.optimizer.state[part].items():
-                if value is not None:
-                    yield "optimizer/{}/" + slot, name, value
+        for adapter, optimizer in self.optimizers.items():
+            for name, _ in self._moved_by(adapter):
+                for slot, value in optimizer.state[self.slices[name]].items():
+                    if value is not None:
+                        yield "optimizer/{}/" + slot, name, value
 
     def _state(self, copies: bool = False) -> dict[str, Tensor]:
         """Flat {key: tensor} under Hugging Face names, cut tensors as DTensors of their wholes. Collective."""
@@ -297,23 +323,29 @@ class MegatronBackend:
         whole[: len(joined)] = joined
         return whole
 
-    def _empty_optimizer(self, kind: str) -> None:
+    def _empty_optimizer(self, adapter: str | None, kind: str) -> None:
         """An optimizer with zero state of the right shapes, for the checkpoint to fill."""
-        self._optimizer(AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0))
-        assert self.optimizer is not None
-        for part in self.slices.values() if kind == "AdamW" else ():
-            self.optimizer.state[part] = {
+        optimizer = self._optimizer(AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0), adapter)
+        for name, _ in self._moved_by(adapter) if kind == "AdamW" else ():
+            part = self.slices[name]
+            optimizer.state[part] = {
                 "step": torch.zeros((), dtype=torch.float32),
                 "exp_avg": torch.zeros_like(part),
                 "exp_avg_sq": torch.zeros_like(part),
             }
 
     def export(self, folder: Path, merge: str | None) -> None:
-        if merge is not None:
-            raise UserError(f"merge={merge!r}: this engine has no LoRA adapters. Leave it out")
+        """Without LoRA a Hugging Face folder. With it, one peft folder an adapter; merge=name: the base with it added in."""
         weights = {name: value for name, value in self.weights().items() if not name.startswith("value_head.")}
-        if self.mesh.rank == 0:
-            self.adapter.model.save_pretrained(folder, state_dict=weights)
+        if merge is not None and merge not in self.lora:
+            raise UserError(f"merge={merge!r} is not one of this engine's adapters {sorted(self.lora)}")
+        if self.mesh.rank != 0:
+            return
+        if self.lora and merge is None:
+            for name, config in self.lora.items():
+                write_adapter(folder if len(self.lora) == 1 else folder / name, name, config, weights)
+        else:
+            self.adapter.model.save_pretrained(folder, state_dict=merge_weights(weights, self.adapter.model, merge))
 
 
 def _summed(x: Tensor, group: CPGroup) -> Tensor:

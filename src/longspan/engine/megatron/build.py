@@ -20,6 +20,7 @@ from longspan.errors import UserError
 from longspan.layout import CPGroup, Mesh
 from longspan.models.adapter import Adapter
 from longspan.models.experts import shard_experts
+from longspan.models.lora import Routing, add_adapters
 
 __all__ = ["Built", "build_chunks"]
 
@@ -34,6 +35,7 @@ class Built:
     masters: dict[str, Tensor]  # by parameter name: the parameter itself, or its fp32 master under bf16
     shapes: dict[str, tuple[int, ...]]  # Hugging Face name -> shape, of the whole model and in its order
     meshes: dict[str, DeviceMesh]  # "tp", "ep": where those axes have several ranks
+    routing: Routing | None
 
 
 def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Groups) -> Built:
@@ -42,17 +44,22 @@ def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Gro
     compute = DTYPES[config.dtype]
     master = torch.float64 if compute == torch.float64 else torch.float32
     value_head = _value_head(adapter.hidden_size, config.seed, master) if config.value_head else None
+    routing = None if config.lora is None else add_adapters(adapter, config.lora, config.seed)
     whole = dict(adapter.model.named_parameters())
     whole |= {} if value_head is None else {f"value_head.{name}": p for name, p in value_head.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
     frozen = _frozen(config.freeze, adapter, list(shapes))
-    stages = [Stage(adapter, shape, groups, n, value_head=value_head, dtype=master) for n in range(shape.vpp)]
+    if routing is not None:
+        frozen |= {name for name, parameter in whole.items() if not parameter.requires_grad}
+    stages = [
+        Stage(adapter, shape, groups, n, value_head=value_head, dtype=master, routing=routing) for n in range(shape.vpp)
+    ]
     for stage in stages:
         stage.recompute = config.recompute != "none"
     chunks = nn.ModuleList(stages)
     if groups.ep.size > 1:
         shard_experts(chunks, groups.ep)
-    table = chunk_table(shape, groups, stages)
+    table = chunk_table(shape, groups, stages, shapes)
     _load(chunks, table, whole, shape, groups)
     _release(adapter, chunks)
     chunks.to(mesh.device)
@@ -64,7 +71,7 @@ def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Gro
     for name, parameter in chunks.named_parameters():
         masters[name].requires_grad_(parameter.requires_grad)
     chunks.train()
-    return Built(chunks, shape, table, masters, shapes, _meshes(groups, mesh))
+    return Built(chunks, shape, table, masters, shapes, _meshes(groups, mesh), routing)
 
 
 def _value_head(hidden_size: int, seed: int, dtype: torch.dtype) -> nn.Linear:

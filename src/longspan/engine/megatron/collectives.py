@@ -7,6 +7,7 @@ is already whole on each rank, so it is cut or gathered, never summed. Sums live
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,7 +15,7 @@ from longspan.layout import CPGroup
 from longspan.layout.comm import all_gather, reduce_scatter
 from longspan.mixers.precision import accumulator
 
-__all__ = ["gather_linear", "gather_whole", "keep_own", "pad_rows"]
+__all__ = ["gather_linear", "gather_whole", "keep_own", "pad_rows", "sum_gradient"]
 
 
 def gather_whole(x: Tensor, group: CPGroup) -> Tensor:
@@ -32,6 +33,11 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
     if x.shape[0] == rows:
         return x
     return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
+
+
+def sum_gradient(x: Tensor, group: CPGroup) -> Tensor:
+    """x, the same on every rank, for work that ranks share out; backward sums their parts of its gradient."""
+    return x if group.size == 1 else _SumGradient.apply(x, group)
 
 
 def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: CPGroup) -> Tensor:
@@ -80,3 +86,16 @@ class _KeepOwn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_gather(grads[0].contiguous(), ctx.group), None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CPGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].to(accumulator(grads[0].dtype), copy=True).contiguous()
+        dist.all_reduce(total, group=ctx.group.group)
+        return total.to(grads[0].dtype), None

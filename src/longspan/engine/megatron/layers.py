@@ -8,13 +8,14 @@ CoreAttention: rope from the angles of `StreamParams`, then the micro-step's mix
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from longspan.engine.megatron.collectives import gather_linear, pad_rows
+from longspan.engine.megatron.lora import Adapters, fuse
 from longspan.engine.megatron.upstream import ColumnParallelLinear, PackedSeqParams, RowParallelLinear
 from longspan.layout import CPGroup
 from longspan.mixers.collectives import reduce_scatter
@@ -31,6 +32,7 @@ class StreamParams(PackedSeqParams):
     cos: Tensor | None = None  # [T_local, 1, D]
     sin: Tensor | None = None
     deepstack: tuple[Tensor, ...] = ()  # by layer: [rows of this rank, 1, E] to add to its output
+    adapter_ids: Tensor | None = None  # [T_local] int64: which LoRA adapter a token trains; None without
 
 
 class Norm(nn.Module):
@@ -53,13 +55,19 @@ class Column(ColumnParallelLinear):
     def __init__(self, *args: Any, rows: CPGroup | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rows = rows
+        self.adapters: Adapters | None = None
+        self.form: Literal["one", "qkv", "stack"] = "one"
+        self.groups = 1  # key-value heads of this rank, for form "qkv"
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
         if self.rows is None:
-            return super().forward(input_, weight, runtime_gather_output)
-        bias = None if self.skip_bias_add else self.bias
-        out = gather_linear(input_, self.weight, bias, self.rows)
-        return out, self.bias if self.skip_bias_add else None
+            out, bias = super().forward(input_, weight, runtime_gather_output)
+        else:
+            bias = self.bias if self.skip_bias_add else None
+            out = gather_linear(input_, self.weight, None if self.skip_bias_add else self.bias, self.rows)
+        if self.adapters is not None:
+            out = out + fuse(self.adapters(input_), self.form, self.groups)
+        return out, bias
 
 
 class Row(RowParallelLinear):
@@ -68,14 +76,17 @@ class Row(RowParallelLinear):
     def __init__(self, *args: Any, rows: CPGroup | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rows = rows
+        self.adapters: Adapters | None = None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return functional.linear(input, weight)  # megatron-core's own asks the global parallel_state for a group
+        """This rank's part of the sum. megatron-core's own asks the global parallel_state for a group."""
+        out = functional.linear(input, weight)
+        return out if self.adapters is None else out + self.adapters(input)[0]
 
     def forward(self, input_: Tensor) -> Any:
         if self.rows is None:
             return super().forward(input_)
-        return reduce_scatter(functional.linear(input_, self.weight), self.rows), None
+        return reduce_scatter(self._forward_impl(input_, self.weight), self.rows), None
 
 
 class CoreAttention(nn.Module):

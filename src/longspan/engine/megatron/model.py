@@ -11,9 +11,10 @@ import copy
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +22,7 @@ from longspan.engine.backend import Head, MicroStep, Program
 from longspan.engine.megatron.collectives import gather_whole, keep_own, pad_rows
 from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.layers import Column, CoreAttention, Norm, Row, StreamParams
+from longspan.engine.megatron.lora import Adapters
 from longspan.engine.megatron.moe import Block, ExpertMLP
 from longspan.engine.megatron.shape import Shape
 from longspan.engine.megatron.upstream import (
@@ -33,6 +35,7 @@ from longspan.engine.megatron.upstream import (
     get_gpt_layer_local_spec,
 )
 from longspan.models.adapter import Adapter
+from longspan.models.lora import Routing
 from longspan.models.moe import MoEState, tap_routers
 from longspan.models.qwen3_vl import run_tower
 from longspan.models.vision import place_rows
@@ -43,7 +46,11 @@ __all__ = ["Stage"]
 class Layer(TransformerLayer):
     """megatron-core's layer, with the micro-step's context for experts and DeepStack features after it."""
 
+    routing: Routing | None = None
+
     def forward(self, *args: Any, packed_seq_params: StreamParams, **kwargs: Any) -> Any:
+        if self.routing is not None:  # here, so that a recomputation meets its own micro-step's
+            self.routing.ids = packed_seq_params.adapter_ids
         if isinstance(self.mlp, ExpertMLP):
             self.mlp.context = packed_seq_params.context
         hidden, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -65,9 +72,10 @@ class Stage(nn.Module):
         *,
         value_head: nn.Module | None,
         dtype: torch.dtype,
+        routing: Routing | None,
     ) -> None:
         super().__init__()
-        self.shape, self.groups = shape, groups
+        self.shape, self.groups, self.routing = shape, groups, routing
         self.number = chunk * shape.pp + groups.pp.rank
         self.first, self.last = self.number == 0, self.number == shape.num_stages - 1
         self.rows = groups.tp if shape.sequence_parallel else None
@@ -77,6 +85,8 @@ class Stage(nn.Module):
         blocks = {n: Block(decoder.layers[n].mlp) for n in shape.expert_layers if n in layers}
         tap_routers(list(blocks.values()), first=sum(n < layers.start for n in shape.expert_layers))
         self.gpt = _gpt(self, chunk, blocks, dtype)
+        for layer, number in zip(self.gpt.decoder.layers, layers, strict=True):
+            _adapt(layer, decoder.layers[number], self)
         self.tower = adapter.model.model.visual if shape.vision and self.first else None
         self.value_head = value_head if self.last else None
         self.recompute = False
@@ -116,7 +126,12 @@ class Stage(nn.Module):
         like = torch.empty(0, dtype=self.shape.dtype, device=position.device)
         cos, sin = self.rotary(like, position)
         params = StreamParams(
-            qkv_format="thd", context=step.context, cos=cos.movedim(0, 1), sin=sin.movedim(0, 1), total_tokens=None
+            qkv_format="thd",
+            context=step.context,
+            cos=cos.movedim(0, 1),
+            sin=sin.movedim(0, 1),
+            total_tokens=None,
+            adapter_ids=fields["adapter"] if self.routing is not None else None,
         )
         if not self.first:
             return params, None
@@ -148,6 +163,31 @@ class Stage(nn.Module):
 def decoder_of(adapter: Adapter, shape: Shape) -> nn.Module:
     """The Hugging Face text decoder: layers, norm, rotary_emb."""
     return adapter.model.model.language_model if shape.vision else adapter.model.model
+
+
+LINEARS: tuple[tuple[str, str, tuple[str, ...], Literal["one", "qkv", "stack"]], ...] = (
+    ("self_attention.linear_qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), "qkv"),
+    ("self_attention.linear_proj", "self_attn", ("o_proj",), "one"),
+    ("mlp.linear_fc1", "mlp", ("gate_proj", "up_proj"), "stack"),
+    ("mlp.linear_fc2", "mlp", ("down_proj",), "one"),
+)
+
+
+def _adapt(layer: Layer, source: nn.Module, stage: Stage) -> None:
+    """Give a layer's linears the adapters that Hugging Face's layer carries."""
+    layer.routing = stage.routing
+    if stage.routing is None:
+        return
+    modules = dict(layer.named_modules())
+    for ours, parent, names, form in LINEARS:
+        linear = modules.get(ours)
+        if linear is None:  # an expert block keeps Hugging Face's own
+            continue
+        sources = {name: source.get_submodule(f"{parent}.{name}") for name in names}
+        if any(isinstance(module, LoraLayer) for module in sources.values()):
+            kind = "column" if isinstance(linear, Column) else "row"
+            linear.adapters = Adapters(sources, stage.routing, kind=kind, tp=stage.groups.tp, rows=stage.rows)
+            linear.form, linear.groups = form, stage.shape.num_kv_heads // stage.shape.tp
 
 
 def _with_own_routers(step: MicroStep) -> MicroStep:

@@ -124,7 +124,6 @@ def _refuse_settings(config: EngineConfig, layout: Layout) -> None:
     refuse_options(config.megatron)
     for wanted, what, way_out in (
         (layout.etp > 1, f"etp={layout.etp} (columns of an expert over ranks)", "Set etp=1 and use ep"),
-        (config.lora is not None, "lora", "Use backend='fsdp'"),
         (config.compile, "compile=True", "Set compile=False or use backend='fsdp'"),
         (bool(config.offload), f"offload={config.offload}", "Leave offload empty"),
     ):

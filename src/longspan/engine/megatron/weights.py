@@ -8,8 +8,8 @@ A part is a chunk (as torch.chunk cuts) of the tensor along one dim over one axi
 are DTensor shards of Hugging Face tensors: checkpoints under these names load at any tp, pp, cp, dp and ep.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -50,13 +50,19 @@ class Entry:
         return self.parts[0].axis
 
 
-def chunk_table(shape: Shape, groups: Groups, chunks: Sequence["Stage"]) -> dict[str, Entry]:
-    """Parameter name ("0.gpt...": chunk, then its own name) -> Entry, for every parameter of this rank."""
+def chunk_table(shape: Shape, groups: Groups, chunks: Sequence["Stage"], names: Collection[str]) -> dict[str, Entry]:
+    """Parameter name ("0.gpt...": chunk, then its own name) -> Entry, for every parameter of this rank. names: the
+    Hugging Face model's, where a linear with LoRA has its weight under `base_layer`."""
     return {
-        f"{place}.{name}": entry
+        f"{place}.{name}": replace(entry, parts=tuple(_based(part, names) for part in entry.parts))
         for place, stage in enumerate(chunks)
         for name, entry in _stage_table(shape, groups, stage).items()
     }
+
+
+def _based(part: Part, names: Collection[str]) -> Part:
+    path, _, kind = part.name.rpartition(".")
+    return part if part.name in names else replace(part, name=f"{path}.base_layer.{kind}")
 
 
 def _stage_table(shape: Shape, groups: Groups, stage: "Stage") -> dict[str, Entry]:
@@ -76,7 +82,9 @@ def _stage_table(shape: Shape, groups: Groups, stage: "Stage") -> dict[str, Entr
             table["gpt.output_layer.weight"] = Entry((Part(f"{text}embed_tokens.weight", "tp"),), copy=True)
     experts = tuple(f"{name}." for name in expert_modules(stage))
     for name, _ in stage.named_parameters():
-        if name not in table:  # modules that stayed Hugging Face's: the same names under another root
+        if ".adapters." in name:
+            table[name] = _factor(name, shape, stage)
+        elif name not in table:  # modules that stayed Hugging Face's: the same names under another root
             axis = "ep" if name.startswith(experts) and groups.ep.size > 1 else None
             table[name] = Entry((Part(_own_name(name, shape, stage), axis),))
     missing = {name for name, _ in stage.named_parameters()} ^ set(table)
@@ -108,6 +116,19 @@ def _layer(shape: Shape, theirs: str, number: int, *, rows: bool) -> dict[str, E
         table["mlp.linear_fc1.weight"] = columns("stack", "weight", "mlp.gate_proj", "mlp.up_proj")
         table["mlp.linear_fc2.weight"] = Entry((Part(f"{theirs}mlp.down_proj.weight", "tp", 1),))
     return table
+
+
+def _factor(name: str, shape: Shape, stage: "Stage") -> Entry:
+    """A factor of an adapter: ...layers.<n>.<linear>.adapters.<part>.lora_A.<adapter>.weight."""
+    linear, _, rest = name.partition(".adapters.")
+    place, _, linear = linear.removeprefix("gpt.decoder.layers.").partition(".")
+    number = shape.stage(stage.number)[int(place)]
+    text = "model.language_model." if shape.vision else "model."
+    theirs = f"{text}layers.{number}.{'mlp' if linear.startswith('mlp.') else 'self_attn'}.{rest}"
+    column, down = linear.endswith(("linear_qkv", "linear_fc1")), ".lora_A." in rest
+    if column:
+        return Entry((Part(theirs),), partial=shape.sequence_parallel) if down else Entry((Part(theirs, "tp"),))
+    return Entry((Part(theirs, "tp", 1),)) if down else Entry((Part(theirs),), partial=True)
 
 
 def _own_name(name: str, shape: Shape, stage: "Stage") -> str:

@@ -1,0 +1,154 @@
+"""LoRA on the megatron backend against plain Hugging Face with peft: one sample, its own adapter, a forward each."""
+
+import warnings
+import zlib
+
+import pytest
+import torch
+from megatron_cases import installed, replaced
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+
+from longspan import AdamW, Engine, EngineConfig, Objective, Sample, launch
+from longspan.layout import parse_layout
+from longspan.models.loading import load_model
+from longspan.parity.oracle_attention import use_plain_layers
+from longspan.parity.reference import load_plain
+
+LORA = "longspan.engine.megatron.lora:"
+CONFIGS = {
+    "a": LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj", "up_proj"]),
+    "b": LoraConfig(
+        r=2, init_lora_weights=False, lora_alpha=16, use_rslora=True, target_modules=r".*layers\.1.*(k|o|gate)_proj"
+    ),
+}
+LAYOUTS = ("tp2", "tp2-sp", "pp2", "cp2-ring")
+STEP = AdamW(lr=1e-2, clip_norm=0.01)
+
+
+def samples():
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for number, length in enumerate((13, 1, 40, 7, 29, 3)):
+        ids = torch.randint(0, 90, (length + 1,), generator=generator)
+        mask = (torch.rand(length, generator=generator) > 0.3).float()
+        fields = {
+            "advantage": torch.randn(length, generator=generator).double(),
+            "old_logprob": torch.full((length,), -4.5),
+        }
+        made.append(Sample(ids[:-1], ids[1:], mask, fields, adapter="ab"[number % 2]))
+    return made
+
+
+def build(name, backend="megatron", **settings):
+    """Recomputed in full, so that backward meets another micro-step's adapters if it can."""
+    defaults = {"dtype": "float64", "max_tokens_per_rank": 44, "lora": CONFIGS, "recompute": "full"}
+    return Engine.build(EngineConfig("tiny:qwen3", layout=parse_layout(name), backend=backend, **(defaults | settings)))
+
+
+def stepped(engine):
+    """Gradients of all adapters, then the weights after a step of each."""
+    engine.forward_backward(samples(), Objective("importance_sampling"))
+    gradients = engine.gradients()
+    for adapter in CONFIGS:
+        engine.optim_step(STEP, adapter=adapter)
+    return gradients, engine.state_dict()
+
+
+def every_layout(folder):
+    found = {name: stepped(build(name)) for name in LAYOUTS}
+    engine = build("tp2-sp")
+    stepped(engine)
+    engine.save(folder + "/checkpoint")
+    after = stepped(engine)[1]
+    other = build("pp2", seed=5)
+    other.load(folder + "/checkpoint")
+    resumed = stepped(other)[1]
+    engine.export(folder + "/adapters")
+    engine.export(folder + "/merged", merge="a")
+    found["resumed"] = after, resumed
+    with replaced(LORA + "sum_gradient", lambda real: lambda x, group: x):  # each rank keeps its columns' part
+        found["fault"] = stepped(build("tp2"))
+    return found
+
+
+def oracle():
+    """(weights, gradients) of plain Hugging Face."""
+    model = load_plain("tiny:qwen3", torch.float64, 0)
+    use_plain_layers(model)
+    for name, config in CONFIGS.items():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is more than one adapter
+            torch.manual_seed(zlib.crc32(name.encode()))
+            inject_adapter_in_model(config, model, adapter_name=name)
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    given = samples()
+    for sample in given:
+        for layer in layers:
+            layer.set_adapter([name for name in layer.lora_A if name == sample.adapter])
+        trained = sum(other.num_trained for other in given if other.adapter == sample.adapter)
+        logits = model(input_ids=sample.input_ids[None]).logits[0]
+        logprob = logits.log_softmax(-1).gather(-1, sample.target_ids[:, None])[:, 0]
+        ratio = (logprob - sample.fields["old_logprob"]).exp()
+        (-(ratio * sample.fields["advantage"] * sample.mask).sum() / trained).backward()
+    named = dict(model.named_parameters())
+    weights = {name: parameter.detach() for name, parameter in named.items()}
+    return weights, {name: p.grad for name, p in named.items() if "lora_" in name}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    results = launch(every_layout, str(folder), ranks=2, timeout_s=200)
+    for name in LAYOUTS:
+        for mine, other in zip(results[0][name], results[1][name], strict=True):
+            assert all(torch.equal(mine[key], other[key]) for key in mine), name
+    return results[0], oracle(), folder
+
+
+def distance(got, want):
+    assert set(got) == set(want)
+    return max(float((got[name] - value).norm() / value.norm().clamp(min=1e-30)) for name, value in want.items())
+
+
+@installed
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_adapters_equal_plain_peft(two_ranks, name):
+    found, (_, gradients), _ = two_ranks
+    assert distance(found[name][0], gradients) <= 1e-8
+
+
+@installed
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_moves_one_adapter_and_never_the_base(two_ranks, name):
+    found, (start, gradients), _ = two_ranks
+    weights, reference = found[name][1], found[LAYOUTS[0]][1]
+    assert distance(weights, reference) <= 1e-8
+    for key, value in start.items():
+        assert (key in gradients) != torch.equal(weights[key], value), key
+
+
+@installed
+def test_a_gradient_that_stays_on_its_tensor_parallel_rank_is_found(two_ranks):
+    found, (_, gradients), _ = two_ranks
+    assert distance(found["fault"][0], gradients) > 1e-3
+
+
+@installed
+def test_adapters_and_their_moments_load_under_another_layout(two_ranks):
+    after, resumed = two_ranks[0]["resumed"]
+    assert distance(resumed, after) <= 1e-12
+
+
+@installed
+def test_adapters_are_exported_in_full(two_ranks):
+    found, _, folder = two_ranks
+    after = found["resumed"][0]
+    adapter, _ = load_model(str(folder / "merged"), torch.float64)
+    name = "model.layers.0.self_attn.q_proj"
+    base, a, b = (after[f"{name}.{part}.weight"] for part in ("base_layer", "lora_A.a", "lora_B.a"))
+    merged = dict(adapter.model.named_parameters())[f"{name}.weight"]
+    torch.testing.assert_close(
+        merged.detach(), base + CONFIGS["a"].lora_alpha / CONFIGS["a"].r * (b @ a), rtol=0, atol=1e-12
+    )
+    assert {path.name for path in (folder / "adapters").iterdir() if path.is_dir()} == {"a", "b"}
