@@ -132,12 +132,22 @@ def _backward(adapter, samples, numbers, group, index, hidden) -> None:
     (weight * hidden + 0.3 * hidden**3).sum().backward()
 
 
+CUTS = (
+    (2, "contiguous", "ulysses"),
+    (3, "contiguous", "gather"),
+    (4, "contiguous", "ulysses"),
+    (2, "zigzag", "ring"),
+    (3, "zigzag", "ring"),
+    (4, "zigzag", "ring"),
+)
+
+
 def slide_over_edges(mesh: Mesh) -> list[tuple[str, int, float]]:
     """An image and a video slid over a row, so that every shard edge falls on every token of their runs."""
     adapter, _ = load_model("tiny:qwen3_vl", torch.float64, seed=3)
     alone = CPGroup.alone(mesh.data_rank)
     found = []
-    for size, index, mixer in ((2, "contiguous", "ulysses"), (3, "contiguous", "gather"), (2, "zigzag", "ring")):
+    for size, index, mixer in CUTS:
         group = mesh.group(0, size)
         for kind in ("image", "video"):
             for before in range(13):
@@ -196,7 +206,7 @@ def test_vision_over_ranks():
     hidden = max(result[0]["fault"][0] for result in results)
     assert hidden > 1e-3 and _worst(results[0][0]["fault"][1], range(len(SAMPLES)), gradients) > 1e-3
     edges = [entry for result in results for entry in result[1]]
-    assert len(edges) == 13 * 2 * (2 + 3 + 2)
+    assert len(edges) == 13 * 2 * sum(size for size, _, _ in CUTS)
     worst_edge = max(edges, key=lambda entry: entry[2])
     print("worst edge", worst_edge)
     assert worst_edge[2] < TOLERANCE, worst_edge

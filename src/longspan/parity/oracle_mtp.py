@@ -3,7 +3,7 @@
 Step j of token t reads the state of step j - 1 (the decoder's last one before step 1) and the decoder's own input row
 of token t + j, image features included, and predicts what token t + j predicts. Plain code: one transformers layer a
 step, no packing, no streams; weights of a tiny model as the engine documents them (N(0, std) drawn from seed 0 in the
-order of the names, norms zero). The loss stays apart from the decoder: everything it reads is detached.
+order of the names, norms zero). Unless `joint`, the loss stays apart from the decoder: all it reads is detached.
 """
 
 import copy
@@ -54,7 +54,7 @@ class PlainMTP(nn.Module):
         AttentionInterface.register(NAME, plain_attention)
         config._attn_implementation, config._experts_implementation = NAME, "eager"
         size = config.hidden_size
-        self.steps = steps
+        self.steps, self.joint = steps, False
         self.fc = nn.Linear(2 * size, size, bias=False)
         layer = type(decoder.layers[0])
         self.layers = nn.ModuleList([layer(config, 0) for _ in range(config.mtp_num_hidden_layers)])
@@ -78,7 +78,9 @@ class PlainMTP(nn.Module):
 
     def loss(self, seen: DecoderLog, sample: Sample, weight: Tensor, output: Tensor) -> Tensor:
         """[] minus the sum over steps and tokens of weight / steps times the log-prob. weight [L], output [V, E]."""
-        hidden, embeds, length = seen.hidden.detach(), seen.embeds.detach(), len(sample)
+        hidden, embeds, length = seen.hidden, seen.embeds, len(sample)
+        if not self.joint:
+            hidden, embeds, output = hidden.detach(), embeds.detach(), output.detach()
         targets = torch.where(sample.mask > 0, sample.target_ids, 0).to(embeds.device)
         total = torch.zeros((), dtype=embeds.dtype, device=embeds.device)
         for step in range(1, min(self.steps, length - 1) + 1):
@@ -88,7 +90,7 @@ class PlainMTP(nn.Module):
             layer = self.layers[(step - 1) % len(self.layers)]
             made = layer(self.fc(both), position_embeddings=seen.rotation, attention_mask=None)
             hidden = self.norm(made)
-            logprob = torch.log_softmax(hidden[0] @ output.detach().T, -1)[: length - step]
+            logprob = torch.log_softmax(hidden[0] @ output.T, -1)[: length - step]
             picked = logprob.gather(1, targets[step:, None])[:, 0]
             total = total - (weight.to(embeds.device)[step:] * picked).sum() / self.steps
         return total.cpu()

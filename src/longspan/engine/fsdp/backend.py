@@ -27,6 +27,7 @@ from longspan.layout import Mesh
 from longspan.models.adapter import Adapter
 from longspan.models.lora import adapter_of, add_adapters, merge_weights, write_adapter
 from longspan.models.moe import moe_shape
+from longspan.models.mtp import mtp_exported
 
 __all__ = ["FSDPBackend"]
 
@@ -230,7 +231,8 @@ class FSDPBackend:
             for name, config in self.lora.items():
                 write_adapter(folder if len(self.lora) == 1 else folder / name, name, config, weights)
         else:
-            self.adapter.model.save_pretrained(folder, state_dict=merge_weights(weights, self.adapter.model, merge))
+            merged = merge_weights(weights, self.adapter.model, merge)
+            self.adapter.model.save_pretrained(folder, state_dict=mtp_exported(self.adapter.mtp, merged))
 
 
 class _Seen:
@@ -272,7 +274,7 @@ def _set_mtp(adapter: Adapter, config: EngineConfig) -> None:
     """A head that is not trained is carried along: no gradient, no weight decay."""
     if config.mtp_steps and adapter.mtp is None:
         raise UserError(
-            f"mtp_steps={config.mtp_steps}: {config.model} has no multi-token-prediction head (dense, in `mtp.*`)"
+            f"mtp_steps={config.mtp_steps}: {config.model} has no multi-token-prediction head (`mtp.*` tensors)"
         )
     if adapter.mtp is not None:
         adapter.mtp.steps, adapter.mtp.joint = config.mtp_steps, config.mtp_joint
