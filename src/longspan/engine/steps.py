@@ -14,9 +14,9 @@ from longspan.engine.backend import MicroStep
 from longspan.engine.batch import Batch
 from longspan.engine.checkpoint import agree
 from longspan.engine.config import EngineConfig
+from longspan.engine.kernels import start_kernel
 from longspan.layout import Mesh, SeqInfo, Shard, shard
 from longspan.mixers import AttentionCache, make_mixer, make_transport
-from longspan.mixers.kernels.choose import choose_kernel
 from longspan.models.adapter import Adapter, Context
 from longspan.models.moe import MoEState
 from longspan.models.vision import MediaShard, media_shard, offset_media_rows, plan_media
@@ -41,7 +41,7 @@ class StepBuilder:
         self.adapter = adapter
         self.mesh = mesh
         self.mixer = make_mixer(mesh.layout, make_transport(mesh.all, mesh.device))
-        self.kernel = choose_kernel(mesh.device, dtype, adapter.head_dim, config.kernel)
+        self.kernel = start_kernel(config.kernel, adapter, mesh, dtype)
 
     def steps(self, batch: Batch, plan: Plan, keep: Keep) -> Iterator[MicroStep]:
         """This rank's micro-steps in order. Raises on every rank if one rank cannot read an image."""

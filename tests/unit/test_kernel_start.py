@@ -1,0 +1,69 @@
+"""Engine.build checks the kernel that it chose, on the run's own head dims, and refuses a wrong one by name."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan import Engine, EngineConfig
+from longspan.engine.kernels import attention_shapes
+from longspan.errors import UserError
+from longspan.mixers.kernels import Block, choose
+from longspan.mixers.kernels.sdpa import Sdpa
+from longspan.models.loading import load_model
+
+TOWER_HEADS = 3  # of tiny:qwen3_vl; its decoder has 4
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Sdpa with a planted fault: dq 5 % too large, for layers of `heads` heads only."""
+
+    heads: int
+    name: str = "planted"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return Sdpa().forward(q, k, v, block, scale=scale, window=window)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = Sdpa().backward(dout, q, k, v, out, lse, block, scale=scale, window=window)
+        return (dq * 1.05 if q.shape[1] == self.heads else dq), dk, dv
+
+
+def build(monkeypatch: pytest.MonkeyPatch, kernel: object, name: str) -> Engine:
+    monkeypatch.setitem(choose.KERNELS, name, (lambda device, dtype, head_dim: "", lambda deterministic: kernel))
+    config = EngineConfig(model="tiny:qwen3_vl", dtype="float64", kernel=name, max_tokens_per_rank=64)
+    return Engine.build(config)
+
+
+def test_a_right_kernel_is_used_and_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = build(monkeypatch, Sdpa(), "sdpa")
+    assert engine.builder.kernel.name == "sdpa"
+    assert "attention kernel: sdpa, torch.float64, head dim 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("heads", "where"), [(4, "decoder"), (TOWER_HEADS, "vision tower")])
+def test_a_wrong_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, heads: int, where: str) -> None:
+    with pytest.raises(UserError, match=rf"{where}: kernel='planted' is wrong here: .*dq differs"):
+        build(monkeypatch, Wrong(heads), "planted")
+
+
+def test_the_check_has_the_shapes_of_the_model() -> None:
+    adapter, _ = load_model("tiny:qwen3_vl", torch.float32, 0)
+    shapes = [(s.where, s.heads, s.kv_heads, s.head_dim) for s in attention_shapes(adapter)]
+    assert shapes == [("decoder", 4, 2, 8), ("vision tower", TOWER_HEADS, TOWER_HEADS, 8)]
