@@ -4,14 +4,16 @@
 outputs find their way back to their sample whatever the layout was. Normalisation enters here as weight streams (law 5).
 """
 
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.data import FieldSpec, Sample, check_samples
+from longspan.data import FieldSpec, Image, Sample, Video, check_samples
 from longspan.errors import UserError
 from longspan.models.adapter import Adapter, read_samples
 from longspan.models.lora import Routing
@@ -116,9 +118,21 @@ def _field(name: str, sample: Sample, number: int, spec: FieldSpec) -> Tensor:
 
 
 def fingerprint(batch: Batch) -> int:
-    """CRC of what every rank must hold alike: ids, targets, masks, weights and fields, in order."""
+    """CRC of what every rank must hold alike: ids, targets, masks, weights, fields and media, in order."""
     crc = 0
     for row in batch.tensors:
         for name in sorted(row):
             crc = zlib.crc32(row[name].contiguous().numpy().tobytes(), crc)
+    for sample in batch.samples:
+        for item in sample.media:
+            crc = zlib.crc32(_mark(item).encode(), crc)
     return crc
+
+
+def _mark(item: Image | Video) -> str:
+    """Pixels by their hash; a file by its path, since its times may differ between machines."""
+    if isinstance(item.source, str | os.PathLike):
+        return str(item.source)
+    if isinstance(item, Video) and not isinstance(item.source, np.ndarray | Tensor):
+        return repr([item.timestamps, *(_mark(frame) for frame in item.frames())])
+    return repr(item.key())

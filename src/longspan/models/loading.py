@@ -55,7 +55,21 @@ def load_model(
     if name_or_path.startswith("tiny:"):
         return adapt(build_random(config, dtype, seed), None), None
     folder, more = locate(name_or_path)
-    model = auto_class(family).from_pretrained(folder, config=config, dtype=dtype, attn_implementation=DECODER, **more)
+    model, report = auto_class(family).from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        attn_implementation=DECODER,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are named below
+        **more,
+    )
+    absent = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+    if absent:  # transformers would go on with random values
+        raise UserError(
+            f"model {name_or_path!r} lacks {absent[:3]}, or has them in another shape ({len(absent)} tensors in all). "
+            "Export or download the folder again"
+        )
     adapter = adapt(model, folder)
     adapter.tokenizer = read_tokenizer(name_or_path)
     return adapter, adapter.tokenizer

@@ -101,6 +101,10 @@ def _check(name: str, config: LoraConfig) -> None:
             raise UserError(
                 f"adapter {name!r}: LoraConfig {option}={getattr(config, option)!r} is not supported. Leave it at its default"
             )
+    if not config.lora_alpha > 0:  # scales the factors: at 0 the adapter does nothing and gets no gradient
+        raise UserError(
+            f"adapter {name!r}: lora_alpha={config.lora_alpha!r} must be above 0. Leave it out for peft's default of 8"
+        )
     if "." in name or not name:
         raise UserError(f"adapter name {name!r} must be a word without dots")
 

@@ -6,7 +6,7 @@ a weight. Refuses tp > 1 and pp > 1: those are the megatron backend's.
 
 import fnmatch
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -232,7 +232,18 @@ class FSDPBackend:
                 write_adapter(folder if len(self.lora) == 1 else folder / name, name, config, weights)
         else:
             merged = merge_weights(weights, self.adapter.model, merge)
+            self._check_complete(merged)
             self.adapter.model.save_pretrained(folder, state_dict=mtp_exported(self.adapter.mtp, merged))
+
+    def _check_complete(self, weights: Mapping[str, Tensor]) -> None:
+        """Every parameter of the model is there: a folder that lacks one would load with random values."""
+        names = {public_name(name) for name, _ in self.policy.named_parameters()}
+        wanted = {name.replace(".base_layer.", ".") for name in names if adapter_of(name) is None}
+        missing = sorted(name for name in wanted - weights.keys() if not name.startswith("value_head."))
+        if missing:
+            raise CheckpointError(
+                f"the export lacks {missing[:3]} ({len(missing)} of {len(wanted)} tensors): nothing was written"
+            )
 
 
 class _Seen:
@@ -247,10 +258,13 @@ class _Seen:
         self.pair = hidden, head
         return torch.zeros((), device=hidden.device)
 
+    def aside(self, step: MicroStep) -> None:
+        return None
+
     def found(self) -> object:
         return self.pair
 
-    def adopt(self, found: object) -> None:
+    def adopt(self, found: Sequence[object]) -> None:
         raise AssertionError("pipelines have no teachers")
 
 

@@ -21,6 +21,7 @@ from longspan.engine import Engine
 from longspan.engine.config import DTYPES
 from longspan.errors import UserError
 from longspan.models.loading import auto_class, family_of, read_config
+from longspan.models.lora import merge_weights
 from longspan.rl.rollout.draw import draw
 from longspan.rl.rollout.share import Sampling
 from longspan.rl.task import Prompt, Rollout
@@ -34,6 +35,10 @@ class EmbeddedSampler:
     """Holds full weights on one device. `load` before `sample`."""
 
     def __init__(self, engine: Engine, eos: Sequence[int]) -> None:
+        adapters = sorted(engine.config.lora or {})
+        if len(adapters) > 1:
+            raise UserError(f"the sampler serves one policy, but the engine trains the adapters {adapters}. Use one")
+        self.lora = adapters[0] if adapters else None
         config = read_config(engine.config.model)
         auto = auto_class(family_of(config))
         device, dtype = engine.mesh.device, DTYPES[engine.config.dtype]
@@ -45,7 +50,12 @@ class EmbeddedSampler:
         self.eos = torch.tensor(list(eos), device=device)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the trainer's weights ({Hugging Face name: full tensor}); a parameter that is missing is an error."""
+        """Take the trainer's weights ({Hugging Face name: full tensor}); a parameter that is missing is an error.
+
+        With LoRA the adapter is added into the base, so what is sampled from is what is trained.
+        """
+        if self.lora is not None:
+            weights = merge_weights(weights, self.adapter.model, self.lora)
         wanted = dict(self.model.named_parameters())
         missing, extra = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
         if missing:
