@@ -9,8 +9,9 @@ bf16: fp32 masters; gradients are added in fp32 after each micro-step.
 
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -82,6 +83,25 @@ class MegatronBackend:
         program.adopt([load(io.BytesIO(found)) for found in blobs])
 
     # gradients
+
+    @contextmanager
+    def per_call_grad_scaling(self, count: float) -> Iterator[None]:
+        """Around one call of a model that insists on dividing its loss by `count` (its tokens, say): what the call adds is
+        taken times `count` again, what was there stays, so k calls add whatever each was divided by.
+
+        Scales the accumulators in place, by 1 / count and back: no second buffer, one rounding of what was there.
+        """
+        if not 0.0 < count < math.inf:
+            raise UserError(f"per_call_grad_scaling({count}) needs the positive number that the model divides by")
+        self._scale(1.0 / count)
+        try:
+            yield
+        finally:
+            self._scale(count)
+
+    def _scale(self, factor: float) -> None:
+        for held in (*self.wide.values(), *(p.grad for p in self.parameters.values() if p.grad is not None)):
+            held.mul_(factor)
 
     def trainable(self) -> Iterator[tuple[str, Entry]]:
         """(parameter name, entry) of every trainable parameter of this rank, in the same order on its ranks."""
