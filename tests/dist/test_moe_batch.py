@@ -5,6 +5,7 @@ unpacked samples. Controls: the other definition, and shares counted over a part
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -61,10 +62,12 @@ def train(engine: Engine, batch: Sequence[Sample], term: str, over: str, rule: s
     return found
 
 
-def every_term(layout: str, budgets: Sequence[int], rule: str, model: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+def every_term(
+    layout: str, budgets: Sequence[int], rule: str, model: str, backend: str = "fsdp"
+) -> dict[tuple[Any, ...], dict[str, Any]]:
     found = {}
     for budget in budgets:
-        engine = build(layout, budget, model=model)
+        engine = build(layout, budget, model=model, backend=backend)
         batch = recorded(engine)
         for term, over in TERMS:
             found[budget, term, over] = train(engine, batch, term, over, rule)
@@ -132,6 +135,12 @@ def test_terms_do_not_depend_on_the_layout(layout: str) -> None:
 def test_routers_of_gpt_oss() -> None:
     found = launch(every_term, "cp2-gather", (24,), "sample", "tiny:gpt_oss", ranks=2, timeout_s=60)[0]
     compare(found, oracle("sample", "tiny:gpt_oss"))
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: see docs/megatron.md")
+def test_routers_of_pipeline_stages() -> None:
+    for found in launch(every_term, "pp2", (24,), "sum", MODEL, "megatron", ranks=2, timeout_s=100):
+        compare(found, oracle("sum"))
 
 
 # One call, recorded routes ------------------------------------------------------------------------------------
