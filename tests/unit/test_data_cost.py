@@ -159,7 +159,7 @@ def test_memory_grows_with_tokens_and_shrinks_with_ranks_and_policy():
     assert MemoryModel(QWEN3, 1, offload=("optimizer",)).peak(4096) < MemoryModel(QWEN3, 1).peak(4096)
     model = MemoryModel(QWEN3, 8)
     budget = model.budget(139)
-    assert model.peak(budget) <= 138.4 * GIB < model.peak(budget + 4096)
+    assert model.peak(budget) <= (0.94 * 139 - 0.6) * GIB < model.peak(budget + 4096)
 
 
 def test_too_little_memory_says_what_would_do():

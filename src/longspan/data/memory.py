@@ -26,6 +26,7 @@ from longspan.errors import UserError
 GIB = 2**30
 HEAD_CHUNK_BYTES = 1200 * 2**20  # objective/chunks.py on CUDA
 CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and NCCL workspaces: outside the allocator
+ROOM = 0.94  # share of a GPU's memory to plan with: the rest is fragments and what the model does not see
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,11 @@ class MemoryModel:
         return sum(self.parts(tokens, size).values())
 
     def budget(self, memory_gib: float, *, size: int = 1) -> int:
-        """Most tokens a rank may hold in one micro-step; refuses where not even 128 fit."""
-        room = (memory_gib - CONTEXT_GIB) * GIB
+        """Most tokens a rank may hold in one micro-step within ROOM of the memory; refuses where not even 128 fit."""
+        room = (ROOM * memory_gib - CONTEXT_GIB) * GIB
         least = 128
         if self.peak(least, size) > room:
-            need = self.peak(least, size) / GIB + CONTEXT_GIB
+            need = (self.peak(least, size) / GIB + CONTEXT_GIB) / ROOM
             raise UserError(
                 f"{memory_gib:.1f} GiB a GPU are too little for this model on {self.num_ranks} ranks: {need:.1f} GiB "
                 "with "

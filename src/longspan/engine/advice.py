@@ -5,6 +5,7 @@ model turns the GPU's memory into its token budget, and the planner gives its ma
 so that the advice can say what the others would cost.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,11 +13,15 @@ from longspan.data import Limits, Plan, lower_bound, make_plan, makespan, padded
 from longspan.data.cost import CostModel
 from longspan.data.machine import Machine
 from longspan.data.memory import MemoryModel
+from longspan.data.planner import few_sizes
 from longspan.data.shape import ModelShape
+from longspan.engine.mixer_choice import MixerChoice, choose_mixer
 from longspan.errors import UserError
 from longspan.layout import Layout
 
-__all__ = ["Candidate", "Request", "advise", "bound_s", "cost_of", "memory_of"]
+__all__ = ["Candidate", "Request", "advise", "bound_s", "cost_of", "explain", "memory_of", "mixer_for"]
+
+MOST_GIB = 2**14  # of a GPU that anyone could be advised to get
 
 POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("none", ()),
@@ -35,6 +40,10 @@ class Request:
     memory_gib: float  # of one GPU
     machine: Machine
     recurrent: bool = False
+    windowed: bool = False
+    trained_share: float = 1.0  # tokens with mask 1, of all
+    visual_share: float = 0.0  # visual tokens, of all
+    compile: bool = False
     bytes_per_value: int = 2
 
 
@@ -47,6 +56,7 @@ class Candidate:
     recompute: str
     offload: tuple[str, ...]
     budget: int = 0  # tokens a rank a micro-step
+    room: int = 0  # tokens a rank that the memory holds; `budget` is no more than the batch needs
     plan: Plan | None = None
     makespan_s: float = float("inf")
     peak_gib: float = 0.0
@@ -78,30 +88,77 @@ def advise(request: Request) -> list[Candidate]:
 def bound_s(request: Request, candidate: Candidate) -> float:
     """No plan under this candidate's policy is faster, whatever the sizes."""
     cost = cost_of(request, candidate.layout, candidate.recompute)
-    sizes = tuple(size for size in range(1, request.gpus + 1) if _deals(request, candidate.layout.mixer, size))
+    sizes = _sizes(request, candidate.layout)
     limits = Limits(request.gpus, 1, max(candidate.budget, 2), candidate.layout.index, sizes)
     return lower_bound(request.lengths, limits, cost)
 
 
 def _layouts(request: Request) -> list[tuple[Layout, bool]]:
-    """Static CP of every divisor, with ulysses and ring where they run, and dynamic CP over all GPUs."""
-    mixers = [
-        ("ulysses", "contiguous"),
-        ("gather" if request.recurrent else "ring", "contiguous" if request.recurrent else "zigzag"),
+    """Static CP of every divisor with its cheapest mixer, and dynamic CP over all GPUs with each of these mixers."""
+    found = [
+        (mixer_for(request, Layout(dp=request.gpus // cp, cp=cp)).layout, False)
+        for cp in range(1, request.gpus + 1)
+        if request.gpus % cp == 0
     ]
-    found: list[tuple[Layout, bool]] = []
-    for cp in range(1, request.gpus + 1):
-        if request.gpus % cp == 0:
-            for mixer, index in mixers[: 1 if cp == 1 else 2]:
-                if _deals(request, mixer, cp):
-                    found.append((Layout(dp=request.gpus // cp, cp=cp, mixer=mixer, index=index), False))
-    if request.gpus > 1:
-        found += [(Layout(dp=1, cp=request.gpus, mixer=mixer, index=index), True) for mixer, index in mixers]
+    kinds = {(layout.mixer, layout.index): layout for layout, _ in found if layout.cp > 1 and layout.mixer != "hybrid"}
+    found += [(replace(layout, dp=1, cp=request.gpus), True) for layout in kinds.values()]
     return found
 
 
-def _deals(request: Request, mixer: str, size: int) -> bool:
-    return mixer != "ulysses" or request.shape.heads % size == 0
+def mixer_for(request: Request, layout: Layout) -> MixerChoice:
+    """The layout with its cheapest mixer for the longest sample, as the engine's mixer="auto" has it, and why."""
+    if layout.cp == 1:
+        return MixerChoice(replace(layout, mixer="ulysses", index="contiguous"))
+    return choose_mixer(
+        layout,
+        lambda each: cost_of(request, each, "selective"),
+        size=layout.cp,
+        heads=request.shape.heads,
+        recurrent=request.recurrent,
+        windowed=request.windowed,
+        tokens=-(-max(request.lengths) // layout.cp),
+    )
+
+
+def _sizes(request: Request, layout: Layout) -> tuple[int, ...]:
+    """CP sizes that dynamic CP may use."""
+    deals = layout.mixer != "ulysses"
+    return tuple(size for size in range(1, request.gpus + 1) if deals or request.shape.heads % size == 0)
+
+
+def explain(request: Request, found: Sequence[Candidate]) -> list[str]:
+    """Why the first candidate and not another: one sentence a choice that was open."""
+    best = found[0]
+    said = [_why_size(request, best)]
+    if best.layout.cp > 1:
+        why = mixer_for(request, replace(best.layout, mixer="auto", index="auto", ulysses=None)).why
+        said += [why] if why.startswith(f"mixer {best.layout.mixer}") else []
+    for name, same in (
+        ("dynamic CP", lambda c: c.dynamic == best.dynamic),
+        ("the CP size", lambda c: c.dynamic != best.dynamic or c.layout.cp == best.layout.cp),
+        ("recomputation", lambda c: c.recompute == best.recompute),
+    ):
+        others = [c for c in found[1:] if not same(c)]
+        if others:
+            other = min(others, key=lambda c: c.makespan_s)
+            costs = f"{other.makespan_s / best.makespan_s:.2f} times" if other.plan else f"cannot run: {other.reason}"
+            said.append(f"another choice of {name}: {other.name} at best, {costs}")
+    return said
+
+
+def _why_size(request: Request, best: Candidate) -> str:
+    """What the longest and the middle sample cost at each CP size, in GPU-seconds against the cheapest."""
+    cost, index = cost_of(request, best.layout, best.recompute), best.layout.index
+    ordered, parts = sorted(request.lengths), []
+    for length in dict.fromkeys((ordered[-1], ordered[len(ordered) // 2])):
+        sizes = few_sizes(_sizes(request, best.layout))
+        fitting = [size for size in sizes if row_tokens([length], size, index) <= best.room]
+        work = {size: size * cost(length, size) for size in fitting}
+        least = min(work.values())
+        shown = [f"cp={size} {each / least:.2f}" for size, each in work.items()]
+        shown = [f"cp={size} does not fit" for size in sizes if size not in fitting] + shown
+        parts.append(f"{length:,} tokens: {', '.join(shown[:6])}")
+    return "GPU time of a sample by CP size, against the least: " + "; ".join(parts)
 
 
 def cost_of(request: Request, layout: Layout, recompute: str) -> CostModel:
@@ -111,7 +168,10 @@ def cost_of(request: Request, layout: Layout, recompute: str) -> CostModel:
         request.gpus,
         mixer=layout.mixer,
         index=layout.index,
+        ulysses=layout.ulysses,
         recompute=recompute,
+        trained_share=request.trained_share,
+        visual_share=request.visual_share,
         bytes_per_value=request.bytes_per_value,
     )
 
@@ -125,10 +185,11 @@ def _evaluate(
 ) -> Candidate:
     blank = Candidate(layout, dynamic, recompute, offload)
     memory = memory_of(request, recompute, offload)
-    sizes = tuple(s for s in range(1, request.gpus + 1) if _deals(request, layout.mixer, s)) if dynamic else None
+    sizes = _sizes(request, layout) if dynamic else None
     cost = cost_of(request, layout, recompute)
     try:
-        budget = min(memory.budget(request.memory_gib, size=layout.cp), _enough(request, layout))
+        room = memory.budget(request.memory_gib, size=layout.cp)
+        budget = min(room, _enough(request, layout))
         limits = Limits(request.gpus, layout.cp, budget, layout.index, sizes)
         plan = make_plan(request.lengths, limits, cost)
     except UserError as error:
@@ -141,6 +202,7 @@ def _evaluate(
     return replace(
         blank,
         budget=budget,
+        room=room,
         plan=plan,
         makespan_s=makespan(plan, request.lengths, cost, step_cost=cost.step_s),
         peak_gib=memory.peak(tokens, size) / 2**30,
@@ -154,22 +216,24 @@ def _enough(request: Request, layout: Layout) -> int:
 
 
 def _smallest_change(request: Request, found: Sequence[Candidate]) -> str:
-    """What to say when nothing fits: the memory a GPU, or the number of GPUs, that would."""
-    longest = max(request.lengths)
-    lean = memory_of(request, "full", ())
-    need = lean.peak(-(-longest // request.gpus), request.gpus) / 2**30 + 1.0
-    more = next(
-        (
-            gpus
-            for gpus in (request.gpus * 2**k for k in range(1, 11))
-            if MemoryModel(request.shape, gpus, "full").peak(-(-longest // gpus), gpus) / 2**30 + 1.0
-            <= request.memory_gib
-        ),
-        None,
-    )
-    ways = [f"{need:.0f} GiB a GPU"] + ([f"{more} GPUs"] if more else [])
+    """What to say when nothing fits: the memory of a GPU, and the number of GPUs, from which on a layout runs."""
+    longest = replace(request, lengths=(max(request.lengths),))
+    low, high = math.ceil(request.memory_gib), math.ceil(request.memory_gib)
+    while high < MOST_GIB and not _runs(replace(longest, memory_gib=high)):
+        low, high = high, 2 * high
+    while high < MOST_GIB and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _runs(replace(longest, memory_gib=middle)) else (middle, high)
+    more = next((n for n in (request.gpus * 2**k for k in range(1, 11)) if _runs(replace(longest, gpus=n))), None)
+    ways = ([f"{high} GiB a GPU"] if high < MOST_GIB else []) + ([f"{more} GPUs"] if more else [])
+    change = " or ".join(ways) or "a smaller model, or a shorter sample: no memory and no number of GPUs helps"
     return (
-        f"no layout of {request.gpus} GPUs with {request.memory_gib:g} GiB each runs the longest sample ({longest} tokens). "
-        f"The smallest change that would: {' or '.join(ways)} (recompute='full'). "
-        f"The closest layout says: {found[0].reason}"
+        f"no layout of {request.gpus} GPUs with {request.memory_gib:g} GiB each runs the longest sample ({max(request.lengths)} "
+        f"tokens). The smallest change that would: {change} (recompute='full'). The closest layout says: {found[0].reason}"
     )
+
+
+def _runs(request: Request) -> bool:
+    """Whether the layout that needs least, all GPUs on each sample and everything recomputed, can run."""
+    layout = mixer_for(request, Layout(cp=request.gpus)).layout
+    return _evaluate(request, layout, dynamic=False, recompute="full", offload=()).plan is not None

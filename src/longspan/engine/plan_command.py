@@ -21,7 +21,7 @@ from rich.table import Table
 from longspan.data.jsonl import read_jsonl
 from longspan.data.machine import Machine
 from longspan.data.shape import ModelShape
-from longspan.engine.advice import Candidate, Request, advise, bound_s, cost_of, memory_of
+from longspan.engine.advice import Candidate, Request, advise, bound_s, cost_of, explain, memory_of
 from longspan.errors import UserError
 from longspan.models.loading import read_config
 
@@ -48,6 +48,12 @@ class PlanOptions:
     """Memory of one GPU; by default the machine's."""
     machine: str = "h200"
     """Machine constants: a shipped name, or a JSON file from `longspan bench --calibrate`."""
+    trained_share: float = 1.0
+    """Tokens that are trained on, of all: the output layer runs on these."""
+    visual_share: float = 0.0
+    """Visual tokens, of all."""
+    compile: bool = False
+    """Plan for EngineConfig(compile=True), which keeps other tensors."""
     picture: str | None = None
     """Write the schedule (ranks x time, one colour a sample) to this .png or .html file."""
     json: str | None = None
@@ -67,6 +73,10 @@ def main(arguments: Sequence[str]) -> int:
         options.gpu_memory_gib if options.gpu_memory_gib is not None else machine.memory_gib,
         machine,
         recurrent=shape.linear_layers > 0,
+        windowed=shape.window is not None,
+        trained_share=options.trained_share,
+        visual_share=options.visual_share,
+        compile=options.compile,
     )
     if request.gpus < 1 or request.memory_gib <= 0:
         raise UserError(f"gpus={request.gpus} and gpu_memory_gib={request.memory_gib:g} must be above 0")
@@ -86,8 +96,7 @@ def _lengths(options: PlanOptions) -> tuple[int, ...]:
     if options.samples is not None:
         return tuple(len(sample.input_ids) for sample in read_jsonl(options.samples))
     if options.histogram is not None:
-        counts = json.loads(Path(options.histogram).read_text())
-        return tuple(int(length) for length, count in counts.items() for _ in range(int(count)))
+        return read_histogram(Path(options.histogram))
     return parse_lengths(options.lengths or "")
 
 
@@ -96,20 +105,34 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     if "/" in text:
         mean, largest = (_positive(part, text) for part in text.split("/", 1))
         if mean > largest:
-            raise UserError(f"--lengths {text!r}: the mean {mean} is above the maximum {largest}")
+            raise UserError(f"lengths {text!r}: the mean {mean} is above the maximum {largest}")
         drawn = [min(largest, max(1, round(-mean * math.log(1 - (i + 0.5) / SPREAD)))) for i in range(SPREAD - 1)]
         return (*drawn, largest)
     found: list[int] = []
     for part in text.split(","):
-        length, _, count = part.partition("x")
-        found += [_positive(length, text)] * (_positive(count, text) if count else 1)
+        length, times, count = part.partition("x")
+        found += [_positive(length, text)] * (_positive(count, text) if times else 1)
     return tuple(found)
+
+
+def read_histogram(path: Path) -> tuple[int, ...]:
+    """A JSON object {length: count}, as lengths."""
+    try:
+        counts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"--histogram {path} cannot be read: {error}") from error
+    if not isinstance(counts, dict) or not counts:
+        raise UserError(f'--histogram {path} must be a JSON object of lengths and counts, such as {{"2000": 63}}')
+    lengths: list[int] = []
+    for length, count in counts.items():
+        lengths += [_positive(str(length), str(path))] * _positive(str(count), str(path))
+    return tuple(lengths)
 
 
 def _positive(word: str, text: str) -> int:
     if not word.strip().isdigit() or int(word) < 1:
         raise UserError(
-            f"--lengths {text!r}: {word!r} is not a positive number. Write for example 2000x63,65536 or 4000/64000"
+            f"lengths {text!r}: {word!r} is not a positive number. Write for example 2000x63,65536 or 4000/64000"
         )
     return int(word)
 
@@ -143,6 +166,7 @@ def _report(request: Request, found: Sequence[Candidate]) -> dict[str, Any]:
         "offload": list(best.offload),
         "cp_sizes": {str(size): count for size, count in sorted(_sizes(best).items())},
         "bottleneck": _bottleneck(request, best),
+        "why": explain(request, found),
         "micro_steps": steps,
         "alternatives": [
             {
@@ -207,6 +231,8 @@ def _print(request: Request, found: Sequence[Candidate]) -> None:
         f"predicted {best.makespan_s:.4g} s, lower bound {report['lower_bound_s']:.4g} s, idle {report['idle_share']:.1%}, "
         f"peak {best.peak_gib:.1f} GiB. Next bottleneck: {report['bottleneck']}."
     )
+    for sentence in report["why"]:
+        console.print(f"why: {sentence}", highlight=False)
     for candidate in found:
         if candidate.plan is None:
             console.print(f"cannot run: {candidate.name}: {candidate.reason}", highlight=False)

@@ -29,7 +29,6 @@ __all__ = ["Planner", "cp_sizes", "heads_per_rank", "mixer_choice"]
 log = logging.getLogger("longspan.plan")
 
 CPU_BUDGET = 8192  # tokens a rank under max_tokens_per_rank="auto" without a GPU: small models, host memory
-ROOM = 0.94  # share of a GPU's memory that "auto" fills: the rest is fragments and what the model does not see
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2}
 MACHINE = "h200"  # whose constants rank mixers and plans where none are named: only their ratios matter then
 
@@ -55,7 +54,7 @@ class Planner:
         self.fits: int | None = None
         if on_gpu and config.max_tokens_per_rank == "auto":
             room = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30
-            self.fits = self.memory.budget(ROOM * room, size=self.layout.cp)
+            self.fits = self.memory.budget(room, size=self.layout.cp)
         self.watch = Watch(None if self.model is None else self.model.machine.name, mesh.device.type)
         self._before = signals()
 
