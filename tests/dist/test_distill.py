@@ -268,15 +268,16 @@ def test_no_side_has_all_logits(teacher_folder: str) -> None:
 def refusals(folder: str) -> dict[str, str]:
     student, found = build(STUDENT, "cp2-ulysses"), {}
 
-    def attempt(name: str, teacher: Engine | None, objective: Objective, batch: list[Sample] | None = None) -> None:
+    def attempt(name: str, teacher: Engine | str | None, objective: Objective) -> None:
         try:
-            student.forward_backward(batch or samples(), objective, teacher=teacher)
+            student.forward_backward(samples(), objective, teacher=teacher)
             found[name] = "accepted"
         except ValueError as error:
             found[name] = str(error)
 
     full, good = Objective("distill_full"), build(STUDENT, "cp2-ulysses", seed=1)
     attempt("none", None, full)
+    attempt("name", "tiny:qwen3", full)
     attempt("unread", good, Objective("cross_entropy"))
     attempt("self", student, full)
     attempt("vocabulary", build(folder, "cp2-ulysses"), full)
@@ -294,7 +295,7 @@ def refusals(folder: str) -> dict[str, str]:
 def test_bad_teachers_are_refused_by_name(tmp_path: Path) -> None:
     build_random(tiny("qwen3", vocab_size=101), torch.float32, seed=0).save_pretrained(tmp_path)
     expected = {
-        "none": "needs teacher=", "unread": "reads no teacher", "self": "second engine", "vocabulary": "101 ids",
+        "none": "needs teacher=", "name": "no engine", "unread": "reads no teacher", "self": "second engine", "vocabulary": "101 ids",
         "index": "index='zigzag'", "axis": "dp=2", "budget": "max_tokens_per_rank=40", "dynamic": "dynamic_cp",
         "backend": "megatron", "dtype": "float32",
     }  # fmt: skip

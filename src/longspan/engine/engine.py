@@ -233,6 +233,8 @@ class Engine:
             raise UserError(
                 f"mtp={objective.mtp} trains a multi-token-prediction head: set EngineConfig(mtp_steps=1) or more"
             )
+        if teacher is not None and not isinstance(teacher, Engine):
+            raise UserError(f"teacher={teacher!r} is no engine. Build one with Engine.build(config) on every rank")
         if objective.needs_teacher != (teacher is not None):
             says = "needs teacher=, a second engine" if teacher is None else "reads no teacher, but teacher= was given"
             raise UserError(
