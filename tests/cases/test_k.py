@@ -1,8 +1,10 @@
 """Kind K, what is written and read back: ties, missing tensors, experts."""
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from kit import rows
@@ -153,3 +155,28 @@ def test_k6_every_expert_comes_back_as_itself(family, layout, tmp_path):
     for name, weight in model.state_dict().items():
         assert torch.equal(after[name], weight), name
     assert all(len(after[name].flatten(1).unique(dim=0)) == 4 for name in stacked)
+
+
+def draws() -> list[object]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # the global state is the point
+
+
+def random_state(folder: str) -> tuple[list[object], list[object], list[object]]:
+    """What this rank draws after a save, after loading it, and after loading the weights only."""
+    engine = build("tiny:qwen3", "dp2")
+    for seeded in (random.seed, np.random.seed, torch.manual_seed):
+        seeded(7 + engine.rank)
+    engine.save(folder)
+    first = draws()
+    engine.load(folder)
+    second = draws()
+    engine.load(folder, optimizer=False)
+    return first, second, draws()
+
+
+def test_k10_the_random_state_of_each_rank_is_in_the_checkpoint(tmp_path):
+    """Python's, numpy's and torch's; dropout itself is refused (L11), samplers and user code draw from these."""
+    results = launch(random_state, str(tmp_path / "run"), ranks=2, timeout_s=60, device="cpu")
+    for first, second, cold in results:
+        assert first == second != cold
+    assert results[0][0] != results[1][0], "each rank has its own"
