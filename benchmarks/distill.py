@@ -9,29 +9,14 @@ the teacher's logits, two of the student's gradient) at the 784 TFLOP/s of a mea
 fp32 logits written twice and read twice, the bf16 gradient written once and read twice, at 4.28 TB/s.
 """
 
-from collections.abc import Callable
-
 import torch
 from common import Report, device, settings, times_ms
+from head import peak_extra_gib
 from torch import Tensor
 
 from longspan.objective import TeacherHead, head_kl
 
 CHUNKS: tuple[int | str, ...] = ("auto", 1024, 2048)
-
-
-def peak_extra_gib(call: Callable[[], object], weight: Tensor) -> float:
-    """GiB over the memory before the call, dW excluded."""
-    if device().type != "cuda":
-        return 0.0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = call()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del kept
-    return (peak - 4 * weight.numel()) / 2**30
 
 
 def run() -> Report:

@@ -29,7 +29,7 @@ TOLERANCE = 1e-10
 
 
 def run(model: str, layout: str, samples: Sequence[Sample], fault: bool = False) -> dict[str, Any]:
-    config = EngineConfig(model, parse_layout(layout), dtype="float64", max_tokens_per_rank=40)
+    config = EngineConfig(model, parse_layout(layout), dtype="float64", max_tokens_per_rank=48)
     engine = Engine.build(config)
     for module in engine.adapter.model.modules() if fault else ():
         if isinstance(module, FSDPModule) and type(module).__name__.endswith("Experts"):
