@@ -13,6 +13,8 @@ CONFIGS = {
     "b": LoraConfig(r=2, lora_alpha=16, use_rslora=True, target_modules=r".*layers\.1.*(k|o)_proj"),
 }
 
+CLIPS = (0.01, 0.5, 0.02)  # one a step: moments would differ if an adapter saw the clipping of another
+
 
 def make_samples(adapters, lengths=(13, 1, 40, 7, 29, 3)):
     generator = torch.Generator().manual_seed(1)
@@ -20,7 +22,10 @@ def make_samples(adapters, lengths=(13, 1, 40, 7, 29, 3)):
     for number, length in enumerate(lengths):
         ids = torch.randint(0, 90, (length + 1,), generator=generator)
         mask = (torch.rand(length, generator=generator) > 0.3).float()
-        fields = {"advantage": torch.randn(length, generator=generator).double(), "old_logprob": torch.full((length,), -4.5)}
+        fields = {
+            "advantage": torch.randn(length, generator=generator).double(),
+            "old_logprob": torch.full((length,), -4.5),
+        }
         samples.append(Sample(ids[:-1], ids[1:], mask, fields, adapter=adapters[number % len(adapters)]))
     return samples
 
@@ -42,18 +47,21 @@ def build(name, configs, **settings):
 def together(name):
     engine = build(name, CONFIGS)
     samples, objective = make_samples("ab"), Objective("importance_sampling")
-    engine.forward_backward(samples, objective)
-    gradients = engine.gradients()
-    for adapter in CONFIGS:
-        engine.optim_step(AdamW(lr=1e-2, clip_norm=0.01), adapter=adapter)
+    for clip_norm in CLIPS:
+        engine.forward_backward(samples, objective)
+        gradients = engine.gradients()
+        for adapter in CONFIGS:
+            engine.optim_step(AdamW(lr=1e-2, clip_norm=clip_norm), adapter=adapter)
     return gradients, engine.state_dict()
 
 
 def alone(adapter):
     engine = build("dp1", CONFIGS)
-    engine.forward_backward([s for s in make_samples("ab") if s.adapter == adapter], Objective("importance_sampling"))
-    gradients = engine.gradients()
-    engine.optim_step(AdamW(lr=1e-2, clip_norm=0.01), adapter=adapter)
+    for clip_norm in CLIPS:
+        own = [s for s in make_samples("ab") if s.adapter == adapter]
+        engine.forward_backward(own, Objective("importance_sampling"))
+        gradients = engine.gradients()
+        engine.optim_step(AdamW(lr=1e-2, clip_norm=clip_norm), adapter=adapter)
     return gradients, engine.state_dict()
 
 

@@ -4,10 +4,12 @@ peft builds the layers (target modules by name or regular expression, rsLoRA, in
 the routing: a hook before every lora_A zeroes the input of the tokens that belong to another adapter, so that neither their
 output nor the adapter's gradient sees them, whatever is packed together. `Routing` is set once per micro-step, before the
 forward; recomputation in backward meets the same one. The LoRA factors start from the seed and the adapter's name alone.
-Not supported, refused by name: dropout, modules_to_save, DoRA and biases; embeddings and the output layer as targets; several
-adapters on a vision tower (patches carry no adapter id).
+Options outside HONOURED are refused by name (dropout, DoRA, biases, trained tokens, starts that change the base ...), and so
+are targets that are no linear layer (embeddings, the output layer, convolutions, experts and routers) and several adapters on a
+vision tower (patches carry no adapter id).
 """
 
+import dataclasses
 import itertools
 import json
 import zlib
@@ -25,6 +27,24 @@ from longspan.errors import UserError
 from longspan.models.adapter import Adapter
 
 __all__ = ["Routing", "add_adapters", "adapter_of", "merge_weights", "write_adapter"]
+
+HONOURED = (
+    *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "init_lora_weights"),
+    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+)
+RECORDS = (  # say what an adapter is or was made with; change no number
+    *(
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+    *("megatron_core", "runtime_config"),
+)
+STARTS = (True, False, "gaussian", "orthogonal")  # of the factors alone: the others change the base's weights
 
 
 class Routing:
@@ -66,12 +86,13 @@ def add_adapters(adapter: Adapter, configs: Mapping[str, LoraConfig], seed: int)
         _check(name, config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + zlib.crc32(name.encode()))
-            inject_adapter_in_model(config, model, adapter_name=name)
+            _inject(config, model, name)
     vision = (*adapter.parts().get("vision", ()), *adapter.parts().get("merger", ()))
     for path, layer in _layers(model):
         if not isinstance(layer.get_base_layer(), nn.Linear) or path in ("lm_head", "model.embed_tokens"):
             raise UserError(
-                f"LoRA on {path} is not supported: target linear layers inside the decoder or the vision tower"
+                f"LoRA on {path} ({type(layer.get_base_layer()).__name__}) is not supported: target linear layers inside the "
+                "decoder or the vision tower, and name others in exclude_modules"
             )
         inside_tower = any(path.startswith(prefix.rstrip(".")) for prefix in vision)
         if inside_tower and len(configs) > 1:
@@ -89,18 +110,31 @@ def add_adapters(adapter: Adapter, configs: Mapping[str, LoraConfig], seed: int)
     return routing
 
 
+def _inject(config: LoraConfig, model: nn.Module, name: str) -> None:
+    """peft's own refusals (unknown targets, layers it has no LoRA for), as ours."""
+    try:
+        inject_adapter_in_model(config, model, adapter_name=name)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"adapter {name!r}: peft cannot put LoRA on target_modules={config.target_modules!r}: {str(error)[:200]} "
+            "Target linear layers inside the decoder or the vision tower"
+        ) from error
+
+
 def _check(name: str, config: LoraConfig) -> None:
-    refused = {
-        "lora_dropout": config.lora_dropout != 0,  # depends on the layout
-        "modules_to_save": bool(config.modules_to_save),
-        "bias": config.bias != "none",
-        "use_dora": config.use_dora,
-    }
-    for option, given in refused.items():
-        if given:
+    for option in dataclasses.fields(config):
+        value = getattr(config, option.name)
+        default = option.default_factory() if option.default is dataclasses.MISSING else option.default
+        if option.name not in (*HONOURED, *RECORDS) and value != default:
             raise UserError(
-                f"adapter {name!r}: LoraConfig {option}={getattr(config, option)!r} is not supported. Leave it at its default"
+                f"adapter {name!r}: LoraConfig {option.name}={value!r} is not supported. Leave it at its default; supported: "
+                f"{', '.join(HONOURED)}"
             )
+    if config.init_lora_weights not in STARTS:
+        raise UserError(
+            f"adapter {name!r}: LoraConfig init_lora_weights={config.init_lora_weights!r} would change the frozen base. Use one of "
+            f"{', '.join(map(repr, STARTS))}"
+        )
     if not config.lora_alpha > 0:  # scales the factors: at 0 the adapter does nothing and gets no gradient
         raise UserError(
             f"adapter {name!r}: lora_alpha={config.lora_alpha!r} must be above 0. Leave it out for peft's default of 8"

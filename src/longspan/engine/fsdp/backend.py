@@ -49,6 +49,7 @@ class FSDPBackend:
             raise UserError(f"etp={config.layout.etp} needs backend='megatron'; the fsdp backend keeps an expert whole")
         self.mesh = mesh
         self.adapter = adapter
+        _check_lora(config)
         compute = DTYPES[config.dtype]
         self.master = torch.float64 if compute == torch.float64 else torch.float32
         value_head = _make_value_head(adapter, config.seed, self.master) if config.value_head else None
@@ -97,7 +98,7 @@ class FSDPBackend:
 
     def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:
         adapter = self._adapter(adapter)
-        parameters = [parameter for name, parameter in self.named_parameters() if adapter_of(name) == adapter]
+        parameters = self._stepped(adapter)
         norm = gradient_norm(parameters, self.mesh.all)
         self._check_finite(norm)
         for parameter in parameters:
@@ -124,6 +125,11 @@ class FSDPBackend:
         if name not in self.lora:
             raise UserError(f"adapter={name!r} is not one of {sorted(self.lora)}. Name the adapter to step")
         return name
+
+    def _stepped(self, adapter: str | None) -> list[nn.Parameter]:
+        """What a step moves: the factors of one adapter, with the value head where it is the only one; or everything."""
+        owners = {adapter} if len(self.lora) > 1 else {adapter, None}
+        return [parameter for name, parameter in self.named_parameters() if adapter_of(name) in owners]
 
     def _check_finite(self, norm: Tensor) -> None:
         if not torch.isfinite(norm):
@@ -210,7 +216,7 @@ class FSDPBackend:
     def _empty_optimizer(self, adapter: str | None, kind: str) -> None:
         """An optimizer with zero state of the right shapes, for the checkpoint to fill."""
         settings = AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0)
-        parameters = [parameter for name, parameter in self.named_parameters() if adapter_of(name) == adapter]
+        parameters = self._stepped(adapter)
         optimizer = self._optimizer(settings, parameters, adapter)
         for parameter in parameters:
             if kind == "AdamW":
@@ -282,6 +288,19 @@ def _make_value_head(adapter: Adapter, seed: int, dtype: torch.dtype) -> nn.Line
         head.weight.normal_(0.0, 0.02, generator=generator)
         head.bias.zero_()
     return head
+
+
+def _check_lora(config: EngineConfig) -> None:
+    """Adapters train alone: nothing else moves, but a value head where there is one adapter to step with."""
+    adapters = sorted(config.lora or {})
+    if adapters and config.mtp_steps:
+        raise UserError(
+            f"mtp_steps={config.mtp_steps}: the base of the adapters {adapters} is frozen, `mtp.*` with it. Set mtp_steps=0"
+        )
+    if len(adapters) > 1 and config.value_head:
+        raise UserError(
+            f"value_head=True with the adapters {adapters}: one head cannot take each adapter's own step. Build an engine an adapter"
+        )
 
 
 def _set_mtp(adapter: Adapter, config: EngineConfig) -> None:
