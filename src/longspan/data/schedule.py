@@ -46,7 +46,30 @@ class Problem:
 
 
 def schedule(problem: Problem) -> Plan:
-    """The best of a few thresholds."""
+    """The best of a few thresholds, and never behind static CP at the smallest size that holds every sample."""
+    best, best_time = _search(problem)
+    if (static := _static(problem)) is not None:
+        fixed, fixed_time = _search(static)
+        if fixed_time < best_time * (1 - 1e-9):
+            best = fixed
+    _even_out(best, problem)
+    if len(problem.order) * problem.limits.num_ranks <= POLISHED:
+        polish(best, problem.weights, problem.times, problem.limits)
+    return _plan(best, problem.limits)
+
+
+def _static(problem: Problem) -> Problem | None:
+    """The same samples at one CP size, the smallest that cuts the ranks evenly and holds all."""
+    if len(problem.sizes) == 1:
+        return None
+    for k, size in enumerate(problem.sizes):
+        if problem.limits.num_ranks % size == 0 and max(problem.weights[k]) <= problem.capacities[k]:
+            limits = replace(problem.limits, cp=size, sizes=None)
+            return replace(problem, limits=limits, weights=[problem.weights[k]], times=[problem.times[k]])
+    return None
+
+
+def _search(problem: Problem) -> tuple[Steps, float]:
     weights, times = np.asarray(problem.weights), np.asarray(problem.times)
     fits = weights <= np.asarray(problem.capacities)[:, None]
     works = np.where(fits, times * np.asarray(problem.sizes)[:, None], np.inf)
@@ -76,10 +99,7 @@ def schedule(problem: Problem) -> Plan:
         if best_time <= CLOSE * bound + problem.step_cost * len(best or ()):
             break
     assert best is not None
-    _even_out(best, problem)
-    if len(problem.order) * problem.limits.num_ranks <= POLISHED:
-        polish(best, problem.weights, problem.times, problem.limits)
-    return _plan(best, problem.limits)
+    return best, best_time
 
 
 def total_time(steps: Steps, step_cost: float) -> float:
