@@ -105,7 +105,7 @@ def worst(found: dict[str, Any], wanted: dict[str, Any]) -> float:
     errors = [abs(found["loss"] - wanted["loss"]) / abs(wanted["loss"])]
     for name, want in wanted["gradients"].items():
         errors.append(float((found["gradients"][name] - want).norm() / want.norm().clamp(min=1e-30)))
-    return max(errors)
+    return float(torch.tensor(errors, dtype=torch.float64).max())  # a NaN stays one
 
 
 def compare(found: dict[tuple[Any, ...], dict[str, Any]], wanted: dict[tuple[str, str], dict[str, Any]]) -> None:
