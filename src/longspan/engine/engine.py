@@ -22,6 +22,7 @@ from longspan.engine.batch import Batch, fingerprint, make_batch
 from longspan.engine.checkpoint import publish, verify
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.fsdp.backend import FSDPBackend
+from longspan.engine.fsdp.compiled import keeps_of
 from longspan.engine.memory import peak_gib, reset_peak
 from longspan.engine.optim import SGD, AdamW
 from longspan.engine.outputs import Outputs, TokenBuffer
@@ -279,7 +280,7 @@ class Engine:
     def _keep(self, objective: Objective) -> Keep:
         return Keep(
             attention=self.config.recompute == "selective"
-            and not self.config.compile,  # compiled layers keep it themselves
+            and keeps_of(self.config) is None,  # compiled layers keep it themselves
             router_logits=bool(objective.moe_aux or objective.moe_z),
         )
 

@@ -81,20 +81,28 @@ class Mixer(Protocol):
         ...
 
 
+Park = Callable[[Tensor], Callable[[], Tensor]]  # puts a tensor away; the function brings it back, once
+
+
+def _hold(x: Tensor) -> Callable[[], Tensor]:
+    return lambda: x
+
+
 class Saved:
     """One attention's out and lse, kept between a layer's first forward and its recomputation."""
 
-    def __init__(self) -> None:
-        self._kept: tuple[Tensor, Tensor] | None = None
+    def __init__(self, park: Park = _hold) -> None:
+        self._park = park
+        self._kept: tuple[Callable[[], Tensor], Tensor] | None = None
 
     def put(self, out: Tensor, lse: Tensor) -> None:
-        """Keeps the results of the first forward."""
-        self._kept = (out, lse)
+        """Keeps the results of the first forward; lse is small and stays where it is."""
+        self._kept = (self._park(out), lse)
 
     def take(self) -> tuple[Tensor, Tensor] | None:
         """The results kept, handed over once; None on a first forward."""
         kept, self._kept = self._kept, None
-        return kept
+        return None if kept is None else (kept[0](), kept[1])
 
 
 class AttentionCache:
@@ -105,10 +113,11 @@ class AttentionCache:
 
     def __init__(self) -> None:
         self._slots: dict[int | str, Saved] = {}
+        self.park: Park = _hold  # a backend that keeps checkpoints on the host puts its own here
 
     def slot(self, layer: int | str) -> Saved:
         """The slot of a layer, the same one at every call."""
-        return self._slots.setdefault(layer, Saved())
+        return self._slots.setdefault(layer, Saved(self.park))
 
 
 def core_attention(

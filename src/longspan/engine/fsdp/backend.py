@@ -7,18 +7,21 @@ a weight. Refuses tp > 1 and pp > 1: those are the megatron backend's.
 import fnmatch
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.engine import checkpoint
 from longspan.engine.backend import Head, MicroStep, Program
 from longspan.engine.config import DTYPES, EngineConfig
-from longspan.engine.fsdp.compiled import KEEPS, compile_layers
+from longspan.engine.fsdp.compiled import compile_layers, keeps_of
+from longspan.engine.fsdp.host import CHECKPOINT, HostStore
+from longspan.engine.fsdp.host_optimizer import HostOptimizer
 from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
 from longspan.engine.memory import explain_out_of_memory
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, local, make_optimizer
@@ -31,6 +34,8 @@ from longspan.models.mtp import mtp_exported
 
 __all__ = ["FSDPBackend"]
 
+Stepper = torch.optim.Optimizer | HostOptimizer
+
 
 class FSDPBackend:
     """Backend protocol on FSDP2. Build with `FSDPBackend(config, adapter, mesh)` on every rank."""
@@ -41,10 +46,7 @@ class FSDPBackend:
                 raise UserError(f"{axis}={size} needs backend='megatron'; the fsdp backend runs dp, cp and ep")
         if config.layout.ep > 1 and moe_shape(adapter.model) is None:
             raise UserError(f"ep={config.layout.ep} needs a model with experts; {config.model} has none. Set ep=1")
-        if config.offload:
-            raise UserError(
-                f"offload={config.offload} is not built yet. Leave it empty, or use recompute='full' and a larger cp"
-            )
+        _check_offload(config)
         if config.layout.etp > 1:
             raise UserError(f"etp={config.layout.etp} needs backend='megatron'; the fsdp backend keeps an expert whole")
         self.mesh = mesh
@@ -58,16 +60,16 @@ class FSDPBackend:
         _set_mtp(adapter, config)
         self.policy = Policy(adapter, value_head, self.routing)
         _freeze(self.policy, config.freeze, adapter)
-        keep = KEEPS.get(config.recompute) if config.compile else None
+        self.offload = config.offload
+        self.host = HostStore(mesh.device) if "checkpoints" in config.offload else None
+        keep = keeps_of(config)
         if keep is None:
-            _recompute(adapter, config.recompute)
+            _recompute(adapter, config.recompute, self.host)
         if config.compile:
             compile_layers(adapter, keep or {})
-        shard_policy(self.policy, mesh, compute=compute, master=self.master)
+        shard_policy(self.policy, mesh, compute=compute, master=self.master, on_host="parameters" in config.offload)
         self.policy.train()
-        self.optimizers: dict[
-            str | None, torch.optim.Optimizer
-        ] = {}  # one an adapter; None: everything that is in none
+        self.optimizers: dict[str | None, Stepper] = {}  # one an adapter; None: everything that is in none
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(public name, parameter) of every trainable parameter; tied weights once."""
@@ -77,6 +79,8 @@ class FSDPBackend:
 
     def run(self, steps: Iterable[MicroStep], program: Program) -> None:
         for step in steps:
+            if self.host is not None:
+                self.host.begin(step.context.cache)
             with explain_out_of_memory(step, trains=program.trains), torch.set_grad_enabled(program.trains):
                 loss = self.policy(step, program)
                 if loss.requires_grad:
@@ -144,16 +148,20 @@ class FSDPBackend:
                 "to drop this batch and go on"
             )
 
-    def _optimizer(
-        self, settings: AdamW | SGD, parameters: list[nn.Parameter], adapter: str | None
-    ) -> torch.optim.Optimizer:
+    def _optimizer(self, settings: AdamW | SGD, parameters: list[nn.Parameter], adapter: str | None) -> Stepper:
         """This adapter's optimizer with the settings of this step; its state starts at the first one."""
         if adapter not in self.optimizers:
-            self.optimizers[adapter] = make_optimizer(settings, parameters)
+            # state lives where its parameters do, so offloaded parameters have theirs on the host already
+            parked = "optimizer" in self.offload and "parameters" not in self.offload
+            self.optimizers[adapter] = (
+                HostOptimizer(settings, parameters, self.mesh.device)
+                if parked
+                else make_optimizer(settings, parameters)
+            )
         optimizer = self.optimizers[adapter]
-        if type(optimizer).__name__ != type(settings).__name__:
+        if kind_of(optimizer) != type(settings).__name__:
             raise UserError(
-                f"this engine steps with {type(optimizer).__name__}; {type(settings).__name__} would ignore its state. "
+                f"this engine steps with {kind_of(optimizer)}; {type(settings).__name__} would ignore its state. "
                 "Use one optimizer for a run"
             )
         for group in optimizer.param_groups:
@@ -178,9 +186,10 @@ class FSDPBackend:
         return {public_name(name): full(parameter.detach()) for name, parameter in self.policy.named_parameters()}
 
     def save(self, folder: Path) -> None:
-        checkpoint.write_tensors(folder, self._state(), self.mesh)
+        with self._moments():
+            checkpoint.write_tensors(folder, self._state(), self.mesh)
         if self.mesh.data_rank == 0:
-            kinds = {adapter or "": type(optimizer).__name__ for adapter, optimizer in self.optimizers.items()}
+            kinds = {adapter or "": kind_of(optimizer) for adapter, optimizer in self.optimizers.items()}
             (folder / "backend.json").write_text(json.dumps({"optimizers": kinds, "shapes": self._shapes()}))
 
     def load(self, folder: Path, optimizer: bool) -> None:
@@ -196,8 +205,18 @@ class FSDPBackend:
         self.optimizers = {}
         for adapter, kind in saved["optimizers"].items() if optimizer else ():
             self._empty_optimizer(adapter or None, kind)
-        checkpoint.read_tensors(folder, self._state(), self.mesh)
+        with self._moments():
+            checkpoint.read_tensors(folder, self._state(), self.mesh)
         self.clear_gradients()
+
+    @contextmanager
+    def _moments(self) -> Iterator[None]:
+        """All optimizer state on the device inside."""
+        with ExitStack() as stack:
+            for optimizer in self.optimizers.values():
+                if isinstance(optimizer, HostOptimizer):
+                    stack.enter_context(optimizer.brought())
+            yield
 
     def _shapes(self) -> dict[str, list[int]]:
         return {public_name(name): list(p.shape) for name, p in self.policy.named_parameters()}
@@ -220,11 +239,12 @@ class FSDPBackend:
         optimizer = self._optimizer(settings, parameters, adapter)
         for parameter in parameters:
             if kind == "AdamW":
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                slots = {"step": torch.zeros((), dtype=torch.float32), **moments}
+                if isinstance(optimizer, HostOptimizer):
+                    optimizer.start(parameter, slots)
+                else:
+                    optimizer.state[parameter] = slots
 
     def export(self, folder: Path, merge: str | None) -> None:
         """Without LoRA a Hugging Face folder. With it, one peft folder an adapter; merge=name: the base with it added in."""
@@ -272,6 +292,11 @@ class _Seen:
 
     def adopt(self, found: Sequence[object]) -> None:
         raise AssertionError("pipelines have no teachers")
+
+
+def kind_of(optimizer: Stepper) -> str:
+    """AdamW or SGD."""
+    return optimizer.kind if isinstance(optimizer, HostOptimizer) else type(optimizer).__name__
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -332,7 +357,24 @@ def _freeze(policy: Policy, freeze: tuple[str, ...], adapter: Adapter) -> None:
         raise UserError(f"freeze={freeze} leaves nothing to train")
 
 
-def _recompute(adapter: Adapter, policy: str) -> None:
+def _check_offload(config: EngineConfig) -> None:
+    if "checkpoints" in config.offload and config.recompute == "none":
+        raise UserError(
+            f"offload={config.offload} with recompute='none': there are no checkpoints to keep on the host. "
+            "Set recompute='selective' or 'full', or leave 'checkpoints' out"
+        )
+    if "parameters" in config.offload and config.layout.ep > 1:
+        raise UserError(
+            f"offload={config.offload} with ep={config.layout.ep}: experts spread over ranks stay on their devices. Set ep=1, or leave "
+            "'parameters' out"
+        )
+
+
+def _recompute(adapter: Adapter, policy: str, host: HostStore | None) -> None:
     """Recompute each layer in backward. "selective" differs from "full" by the attention cache in the context."""
-    if policy != "none":
-        adapter.model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    if policy == "none":
+        return
+    adapter.model.gradient_checkpointing_enable(CHECKPOINT)
+    for layer in adapter.model.modules() if host is not None else ():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer._gradient_checkpointing_func = host.checkpoint

@@ -18,15 +18,21 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx
 
+from longspan.engine.config import EngineConfig
 from longspan.models.adapter import Adapter
 
-__all__ = ["KEEPS", "compile_layers"]
+__all__ = ["KEEPS", "compile_layers", "keeps_of"]
 
 # recompute policy -> settings of torch's partitioner; a policy that is not here has a checkpoint around each layer
 KEEPS: dict[str, dict[str, Any]] = {
     "selective": {"activation_memory_budget": 0.0},
     "none": {"aggressive_recomputation": True, "ban_recompute_reductions": False},
 }
+
+
+def keeps_of(config: EngineConfig) -> dict[str, Any] | None:
+    """What compiled layers keep by themselves; None where a checkpoint stands around each layer, or nothing is compiled."""
+    return KEEPS.get(config.recompute) if config.compile and "checkpoints" not in config.offload else None
 
 
 def compile_layers(adapter: Adapter, keep: dict[str, Any]) -> None:

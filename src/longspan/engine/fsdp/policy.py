@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from longspan.engine.backend import Head, MicroStep, Program
 from longspan.layout import Mesh
@@ -55,23 +55,27 @@ def public_name(name: str) -> str:
     return name.removeprefix(MODEL_PREFIX)
 
 
-def shard_policy(policy: Policy, mesh: Mesh, *, compute: torch.dtype, master: torch.dtype) -> None:
+def shard_policy(
+    policy: Policy, mesh: Mesh, *, compute: torch.dtype, master: torch.dtype, on_host: bool = False
+) -> None:
     """Cut every unit of the model and then the rest over all data ranks, with sums as the only reduction.
 
     Under ep > 1 an expert block is spread over the ep axis first and cut over the replicas of its experts only.
+    on_host: shards, their gradients and the optimizer's step stay in host memory; units are gathered from there.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute,
         reduce_dtype=None if compute == master else master,
         cast_forward_inputs=False,
     )
+    where = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
     if mesh.layout.ep > 1:
         shard_experts(policy.model, mesh.experts(), mesh.expert_mesh["ep"])
         for experts in expert_modules(policy.model).values():
             fully_shard(experts, mesh=mesh.expert_mesh["replica"], mp_policy=precision)
     for unit in policy.adapter.units():
-        fully_shard(unit, mesh=mesh.device_mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh.device_mesh, mp_policy=precision)
+        fully_shard(unit, mesh=mesh.device_mesh, mp_policy=precision, offload_policy=where)
+    fully_shard(policy, mesh=mesh.device_mesh, mp_policy=precision, offload_policy=where)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
