@@ -37,6 +37,7 @@ from longspan.models.adapter import Adapter
 from longspan.models.loading import load_model
 from longspan.models.moe import check_routes, moe_shape, route_shares
 from longspan.models.mtp import shifted
+from longspan.models.skeleton import load_skeleton
 from longspan.objective import Objective, Stats, over_batch, over_samples, token_weights
 
 __all__ = ["Engine"]
@@ -54,6 +55,11 @@ def _megatron(config: EngineConfig, adapter: Adapter, mesh: Mesh) -> Backend:
 
 
 BACKENDS: dict[str, Callable[[EngineConfig, Adapter, Mesh], Backend]] = {"fsdp": FSDPBackend, "megatron": _megatron}
+# the megatron backend's ranks read only their own part of the weights
+LOADERS: dict[str, Callable[[str, torch.dtype, int], Adapter]] = {
+    "fsdp": lambda name, dtype, seed: load_model(name, dtype, seed)[0],
+    "megatron": load_skeleton,
+}
 OUTPUTS = ("logprob", "entropy", "value", "routed_experts")
 ROUTES = "routed_experts"  # sample field [L, layers, k]: experts to replay
 
@@ -82,7 +88,7 @@ class Engine:
         if config.backend not in BACKENDS:
             raise UserError(f"backend={config.backend!r} is not built yet. Use one of {sorted(BACKENDS)}")
         master = torch.float64 if config.dtype == "float64" else torch.float32
-        adapter, _ = load_model(config.model, master, config.seed)
+        adapter = LOADERS[config.backend](config.model, master, config.seed)
         heads, kv_heads = heads_per_rank(config.layout, adapter)
         layout = resolve(
             mixer_choice(config, adapter).layout,

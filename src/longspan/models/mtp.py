@@ -215,7 +215,7 @@ def _fill(head: MTPHead, tensors: dict[str, Tensor]) -> None:
             f"the checkpoint's mtp.* tensors do not fit its config: {wrong[:3]} ({len(wrong)} in all); "
             f"expected {wanted.get(wrong[0])}, found {found.get(wrong[0])}"
         )
-    head.load_state_dict(tensors)
+    head.load_state_dict(tensors, assign=True)  # the decoder's norms may be hollow (skeleton.py)
 
 
 def _read(folder: str) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """From a Hugging Face adapter to this rank's stages: refusals, modules, weights tensor by tensor, freezing, masters.
 
-The adapter's own decoder gives up its tensors when this rank's parts are copied (its parameters go to the meta device):
-the peak is the loaded model plus one shard.
+Weights in safetensors are read a piece at a time (models/skeleton.py): a rank holds its own and one piece. Those of a
+"tiny:" model or a GGUF file are whole in memory at first; the decoder gives them up when this rank's parts are copied.
 """
 
 import fnmatch
@@ -21,6 +21,7 @@ from longspan.layout import CPGroup, Mesh
 from longspan.models.adapter import Adapter
 from longspan.models.experts import shard_experts
 from longspan.models.lora import Routing, add_adapters
+from longspan.models.skeleton import MemoryWeights, Weights, hollow, materialise, open_weights
 
 __all__ = ["Built", "build_chunks"]
 
@@ -45,6 +46,7 @@ def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Gro
     master = torch.float64 if compute == torch.float64 else torch.float32
     value_head = _value_head(adapter.hidden_size, config.seed, master) if config.value_head else None
     routing = None if config.lora is None else add_adapters(adapter, config.lora, config.seed)
+    weights = open_weights(adapter, config.model)
     whole = dict(adapter.model.named_parameters())
     whole |= {} if value_head is None else {f"value_head.{name}": p for name, p in value_head.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
@@ -60,7 +62,8 @@ def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Gro
     if groups.ep.size > 1:
         shard_experts(chunks, groups.ep)
     table = chunk_table(shape, groups, stages, shapes)
-    _load(chunks, table, whole, shape, groups)
+    materialise(chunks)
+    _load(chunks, table, whole, shape, groups, weights)
     _release(adapter, chunks)
     chunks.to(mesh.device)
     masters: dict[str, Tensor] = {}
@@ -84,15 +87,28 @@ def _value_head(hidden_size: int, seed: int, dtype: torch.dtype) -> nn.Linear:
 
 
 def _load(
-    chunks: nn.Module, table: dict[str, Entry], whole: dict[str, nn.Parameter], shape: Shape, groups: Groups
+    chunks: nn.Module,
+    table: dict[str, Entry],
+    whole: dict[str, nn.Parameter],
+    shape: Shape,
+    groups: Groups,
+    weights: Weights,
 ) -> None:
+    """Fill every parameter from `weights`, a piece at a time; what is not hollow in a module that stayed Hugging Face's is
+    in place."""
     own = {id(parameter) for parameter in whole.values()}
+    there = MemoryWeights(whole)  # value head, MTP head, LoRA factors: no checkpoint has them under these names
     with torch.no_grad():
         for name, parameter in chunks.named_parameters():
             entry = table[name]
-            if id(parameter) in own or entry.axis == "ep":
-                continue  # a module that stayed Hugging Face's: its weights are in place
-            pieces = [take(whole[part.name], part, groups.tp) for part in entry.parts]
+            missing = hollow(whole[entry.parts[0].name])
+            if not missing and (id(parameter) in own or entry.axis == "ep"):
+                continue
+            group = groups.ep if entry.axis == "ep" else groups.tp
+            pieces = []
+            for part in entry.parts:
+                rows = whole[part.name].shape[part.dim] if part.axis else 0
+                pieces.append(take(weights if missing else there, part, rows, group))
             parameter.copy_(join(pieces, entry, shape))
 
 

@@ -20,6 +20,7 @@ from longspan.engine.megatron.shape import Shape
 from longspan.layout import CPGroup
 from longspan.layout.comm import all_gather
 from longspan.models.experts import expert_modules
+from longspan.models.skeleton import Weights
 
 if TYPE_CHECKING:  # importing it imports megatron-core
     from longspan.engine.megatron.model import Stage
@@ -170,15 +171,14 @@ def join(parts: Sequence[Tensor], entry: Entry, shape: Shape) -> Tensor:
             return torch.cat([part.reshape(groups, -1, *trailing) for part in parts], 1).reshape(-1, *trailing)
 
 
-def take(whole: Tensor, part: Part, group: CPGroup) -> Tensor:
-    """This rank's chunk of a whole tensor; the last one of an uneven cut gets zeros below."""
+def take(weights: Weights, part: Part, rows: int, group: CPGroup) -> Tensor:
+    """This rank's chunk of a tensor with `rows` rows along the part's dim; the last one of an uneven cut gets zeros below."""
     if part.axis is None or group.size == 1:
-        return whole
-    rows = -(-whole.shape[part.dim] // group.size)
-    chunk = whole.narrow(
-        part.dim, start := min(rows * group.rank, whole.shape[part.dim]), min(rows, whole.shape[part.dim] - start)
-    )
-    missing = rows - chunk.shape[part.dim]
+        return weights.read(part.name)
+    size = -(-rows // group.size)
+    start = min(size * group.rank, rows)
+    chunk = weights.read(part.name, part.dim, start, min(start + size, rows))
+    missing = size - chunk.shape[part.dim]
     if not missing:
         return chunk
     assert part.dim == 0, "only a vocabulary is cut unevenly"
