@@ -16,6 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[recipes,dev]"
 	$(BIN)/pip install --quiet --constraint constraints.txt triton==3.7.1 numpy packaging psutil
 	$(BIN)/pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/peers verl==0.9.1
 	touch $@
 
 demo: env
