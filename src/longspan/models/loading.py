@@ -55,15 +55,20 @@ def load_model(
     if name_or_path.startswith("tiny:"):
         return adapt(build_random(config, dtype, seed), None), None
     folder, more = locate(name_or_path)
-    model, report = auto_class(family).from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        attn_implementation=DECODER,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are named below
-        **more,
-    )
+    try:
+        model, report = auto_class(family).from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=DECODER,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            **more,
+        )
+    except OSError as error:
+        raise UserError(
+            f"model {name_or_path!r} has no weights that can be read ({error}). Give a complete folder or a hub id"
+        ) from error
     absent = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     if absent:  # transformers would go on with random values
         raise UserError(
@@ -93,7 +98,6 @@ def adapt(model: PreTrainedModel, folder: str | None) -> Adapter:
     family = FAMILIES.get(type(model).__name__)
     if family is None:
         raise unknown_architecture(type(model).__name__, FAMILIES)
-    check_config(model.config.get_text_config())
     check_modules(model, family.modules)
     check_tie(model)
     adapter = family.build(model, folder)
@@ -122,10 +126,12 @@ def read_config(name_or_path: str) -> PretrainedConfig:
 
 
 def family_of(config: PretrainedConfig) -> Family:
+    """The family of a config, whose settings it can honour; refused before any weight is read."""
     # A GGUF file names no architecture, only the kind of model.
     names = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
     if names[0] not in FAMILIES:
         raise unknown_architecture(names[0], FAMILIES)
+    check_config(config.get_text_config())
     return FAMILIES[names[0]]
 
 

@@ -16,11 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from longspan.errors import UserError
-from longspan.mixers.linear import DeltaShape, DeltaWeights, LinearPrepared, gated_delta
+from longspan.mixers.linear import (
+    DeltaShape,
+    DeltaWeights,
+    LinearPrepared,
+    gated_delta,
+    heads_refusal,
+    prepare_linear,
+)
 from longspan.models.adapter import Context
 from longspan.models.norms import GatedRMSNorm, replace_zero_centred_norms
 
-__all__ = ["GatedDeltaNet", "replace_deltanets"]
+__all__ = ["GatedDeltaNet", "prepare_recurrent", "recurrent_refusal", "replace_deltanets"]
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # mixed [T, C], z [T, H * D_v], b [T, H], a [T, H]
 
@@ -113,3 +120,19 @@ def replace_deltanets(model: nn.Module) -> DeltaShape:
             f"{type(model).__name__} has recurrent layers of {len(shapes)} shapes; exactly one is supported"
         )
     return shapes.pop()
+
+
+def prepare_recurrent(context: Context, embeds: Tensor) -> None:
+    """Make this micro-step's pieces and kernel, for all recurrent layers and for their recomputation."""
+    context.scratch["linear"] = prepare_linear(
+        context.info, embeds.device, how=context.linear, dtype=embeds.dtype, selective=context.cache is not None
+    )
+
+
+def recurrent_refusal(how: str, size: int, shape: DeltaShape | None, family: str) -> str | None:
+    """Why the recurrent layers of a model (`shape`; None: it has none) cannot cross `size` ranks by `how`."""
+    if how != "heads":
+        return None
+    if shape is None:
+        return f"linear='heads' says how recurrent layers cross ranks, and {family} has none. Leave linear='auto'."
+    return heads_refusal(size, shape)

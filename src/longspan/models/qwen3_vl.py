@@ -1,4 +1,5 @@
-"""Adapter for Qwen3-VL: a vision tower with DeepStack in front of a Qwen3 decoder with three-axis RoPE.
+"""Adapter for Qwen3-VL: a vision tower, with DeepStack, in front of a Qwen3 decoder with three-axis RoPE. Qwen3.5's tower
+without DeepStack before a hybrid decoder is the same adapter (qwen3_5_vl.py).
 
 Positions [3, L] and `media_row` [L] are made per sample on the CPU, before packing. The tower is never cut: ranks
 encode whole images (vision.py), and visual and DeepStack features reach a rank's own tokens through the same rows.
@@ -9,6 +10,7 @@ HF's own multimodal forward is bypassed; tower and decoder are called directly w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +21,23 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from longspan.data.pack import FieldSpec
 from longspan.data.sample import Sample
 from longspan.layout.shard import Shard
+from longspan.mixers.linear import DeltaShape
 from longspan.models.adapter import Context, Family
 from longspan.models.attention_bridge import use_vision_bridge
 from longspan.models.checks import check_config
+from longspan.models.hf_text import sizes
 from longspan.models.images import MediaReader, media_reader
+from longspan.models.mtp import MTPHead, mtp_declared, mtp_tensors
 from longspan.models.placeholders import MediaIds, match_spans, media_rows, mrope_positions
+from longspan.models.qwen3_5_deltanet import prepare_recurrent, recurrent_refusal
 from longspan.models.vision import MediaShard, place_rows
 
-__all__ = ["FAMILIES", "Qwen3VLAdapter", "qwen3_vl_media", "run_tower"]
+__all__ = ["FAMILIES", "VisionAdapter", "qwen3_vl_media", "run_tower", "with_tower"]
 
 
 @dataclass(slots=True)
-class Qwen3VLAdapter:
-    """Qwen3-VL. See `Adapter` for the contract of every member."""
+class VisionAdapter:
+    """A decoder with images and videos. See `Adapter` for the contract of every member."""
 
     model: PreTrainedModel
     family: str
@@ -43,9 +49,11 @@ class Qwen3VLAdapter:
     head_dim: int
     reader: MediaReader
     ids: MediaIds
+    deepstack: bool  # features of inner tower layers are added to the first decoder layers
     windowed: bool = False
     recurrent: bool = False
-    mtp: None = None
+    linear_shape: DeltaShape | None = None  # of its recurrent layers
+    mtp: MTPHead | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def units(self) -> list[nn.Module]:
@@ -55,18 +63,20 @@ class Qwen3VLAdapter:
         tower, text = "model.visual.", "model.language_model."
         return {
             "vision": (f"{tower}patch_embed.", f"{tower}pos_embed.", f"{tower}blocks."),
-            "merger": (f"{tower}merger.", f"{tower}deepstack_merger_list."),
+            "merger": (f"{tower}merger.", *([f"{tower}deepstack_merger_list."] if self.deepstack else [])),
             "language": (f"{text}layers.", f"{text}norm.", "lm_head."),
             "embeddings": (f"{text}embed_tokens.",),
         }
 
     def declared(self) -> dict[str, FieldSpec]:
-        return {"position": FieldSpec(torch.int64, 0, (3,)), "media_row": FieldSpec(torch.int64, -1, ())}
+        own = {"position": FieldSpec(torch.int64, 0, (3,)), "media_row": FieldSpec(torch.int64, -1, ())}
+        return own | mtp_declared(self.mtp, media=True)
 
     def sample_tensors(self, sample: Sample) -> dict[str, Tensor]:
         spans = match_spans(sample, self.reader, self.ids)
         length = len(sample.input_ids)
-        return {"position": mrope_positions(length, spans), "media_row": media_rows(length, spans)}
+        rows = media_rows(length, spans)
+        return {"position": mrope_positions(length, spans), "media_row": rows} | mtp_tensors(self.mtp, sample, rows)
 
     def media_tokens(self, sample: Sample) -> tuple[int, ...]:
         counts = [0] * len(sample.media)
@@ -76,25 +86,30 @@ class Qwen3VLAdapter:
 
     def hidden(self, shard: Shard, media: MediaShard | None, context: Context) -> Tensor:
         embeds_TE = self.model.get_input_embeddings()(shard.fields["input_ids"])
-        visual_mask, deepstack = None, None
+        inner: dict[str, Any] = {}  # Any: what DeepStack adds to the decoder's call
         if media is not None:
             out = run_tower(self.model.model.visual, media, context)
-            features = [out.pooler_output, *out.deepstack_features]
+            features = [out.pooler_output, *(out.deepstack_features if self.deepstack else ())]
             placed, *deepstack = place_rows(torch.cat(features, 1), media).chunk(len(features), 1)
             embeds_TE = embeds_TE.index_copy(0, media.positions, placed.to(embeds_TE.dtype))
-            visual_mask = (shard.fields["media_row"] >= 0)[None]
+            if self.deepstack:
+                mask = (shard.fields["media_row"] >= 0)[None]
+                inner = {"visual_pos_masks": mask, "deepstack_visual_embeds": deepstack}
+            if self.mtp is not None:
+                self.mtp.see(out.pooler_output, media, context)
+        if self.linear_shape is not None:
+            prepare_recurrent(context, embeds_TE)
         out = self.model.model.language_model(
             inputs_embeds=embeds_TE[None],
             position_ids=shard.fields["position"][:, None],  # [3, 1, T_local]; never read as packed text positions (D3)
-            visual_pos_masks=visual_mask,
-            deepstack_visual_embeds=deepstack,
             use_cache=False,
             longspan=context,
+            **inner,
         )
         return out.last_hidden_state[0]
 
     def linear_refusal(self, how: str, size: int) -> str | None:
-        return None
+        return recurrent_refusal(how, size, self.linear_shape, self.family)
 
     def head(self) -> tuple[Tensor, Tensor | None, float | None]:
         return self.model.lm_head.weight, self.model.lm_head.bias, None
@@ -129,24 +144,16 @@ def run_tower(tower: PreTrainedModel, media: MediaShard, context: Context) -> Ba
         )
 
 
-def qwen3_vl_adapter(model: PreTrainedModel, folder: str | None) -> Qwen3VLAdapter:
-    config = model.config
-    text = config.text_config
-    check_config(config.vision_config)
+def qwen3_vl_adapter(model: PreTrainedModel, folder: str | None) -> VisionAdapter:
+    return VisionAdapter(model, **sizes(model), **with_tower(model, folder), deepstack=True)
+
+
+def with_tower(model: PreTrainedModel, folder: str | None) -> dict[str, Any]:
+    """Check the tower, send its attention over the bridge, and say how its media are read."""
+    check_config(model.config.vision_config)
     use_vision_bridge(model.model.visual)
-    reader, ids = qwen3_vl_media(config, folder)
-    return Qwen3VLAdapter(
-        model=model,
-        family=type(model).__name__,
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        num_layers=text.num_hidden_layers,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=text.num_key_value_heads,
-        head_dim=text.head_dim,
-        reader=reader,
-        ids=ids,
-    )
+    reader, ids = qwen3_vl_media(model.config, folder)
+    return {"reader": reader, "ids": ids}
 
 
 def qwen3_vl_media(config: PretrainedConfig, folder: str | None) -> tuple[MediaReader, MediaIds]:
