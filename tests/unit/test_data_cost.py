@@ -143,7 +143,7 @@ def test_activations_against_what_autograd_allocates(family, recompute, dtype):
     run()
     model.zero_grad()
     shape = ModelShape.from_config(config.to_dict())
-    parts = MemoryModel(shape, 1, recompute, bytes_per_value=dtype.itemsize).parts(tokens)
+    parts = MemoryModel(shape, 1, recompute, bytes_per_value=dtype.itemsize).moments(tokens)["layer"]
     outside = sum(p.numel() * p.element_size() for p in model.parameters())  # gradients, in the model's dtype
     outside += tokens * 2 * 16 * dtype.itemsize  # rope's cos and sin
     if recompute == "none":

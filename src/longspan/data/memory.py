@@ -1,24 +1,23 @@
 """Memory model: peak bytes of one rank, by cause, for a number of tokens in its largest micro-step.
 
-    parameters   fp32 masters, sharded over all ranks; offload "parameters" keeps them on the host
-    gradients    fp32, sharded; the optimizer's two moments likewise (offload "optimizer")
-    gathered     the units that FSDP holds whole: the root (embeddings, head) for the step, two layers in turn, and what
-                 one layer's and the root's gradients weigh before they are scattered
-    activations  what autograd keeps: under "none" every layer's tensors, else each layer's input (on the host with
-                 offload "checkpoints") and, under "selective", the attention output and LSE
-    layer        the one layer that is being recomputed, and its gradients
-    head         final hidden states, their gradient, one chunk of fp32 logits with its gradient, as far as they pass
-                 `layer`: the head is done before the layers' backward begins
-    exchange     send and receive buffers of the mixer
-    vision       the tower's blocks on this rank's share of the images, and the table of visual embeddings
+Always there: fp32 masters, gradients and the optimizer's moments, sharded over all ranks (offload "parameters" keeps all
+three on the host, "optimizer" the moments). On top, the largest of four moments (`moments`):
 
-Counted as transformers' modules keep them in eager mode (norms in fp32), which torch.compile can only lower. Pure CPU;
-the test holds it against the tensors that autograd really saves. Allocator slack (blocks, fragments) is the `slack`
-share.
+    head   the output layer: all that autograd keeps, the final hidden states and their gradient, one chunk of fp32 logits,
+           the output layer's fp32 gradient
+    layer  the last layer's backward: all that autograd keeps, that layer's tensors where they are made again, its
+           gradients; the output layer's gradient in compute precision
+    root   the end of backward: the embeddings' gradient and its reduction in fp32; autograd keeps nothing any more
+    step   clipping's fp64 copies of the largest weight, or AdamW's temporaries
+
+FSDP holds two layers gathered in compute precision, and the root (embeddings, output layer) all along. What autograd keeps
+of a layer: data/activations.py, read off transformers' modules and held against saved-tensor hooks and the allocator of an
+H200 (docs/planning.md). `slack`: the allocator's rounding, and what is small. Pure CPU.
 """
 
 from dataclasses import dataclass
 
+from longspan.data.activations import Activations
 from longspan.data.cost import Recompute
 from longspan.data.shape import ModelShape
 from longspan.errors import UserError
@@ -27,6 +26,7 @@ GIB = 2**30
 HEAD_CHUNK_BYTES = 1200 * 2**20  # objective/chunks.py on CUDA
 CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and NCCL workspaces: outside the allocator
 ROOM = 0.94  # share of a GPU's memory to plan with: the rest is fragments and what the model does not see
+HOST_BUCKETS = 2 * 256 * 2**20  # bytes of parameters whose moments are on the device at a time: fsdp/host_optimizer.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +39,57 @@ class MemoryModel:
     offload: tuple[str, ...] = ()
     bytes_per_value: int = 2  # of compute: 2 bf16, 4 fp32, 8 fp64
     trainable_share: float = 1.0  # of the weights
-    moments: int = 2  # per weight: 2 AdamW, 0 plain SGD
+    head_trained: bool = True  # the output layer and the embeddings get a gradient
+    moments_per_weight: int = 2  # 2 AdamW, 0 plain SGD
     visual_share: float = 0.0  # visual tokens, of all
+    lora_width: int = (
+        0  # inputs and ranks of the adapted linear layers of one decoder layer, summed; the rest is frozen
+    )
+    compile: bool = False
+    plain_delta: bool = False  # recurrent layers run on plain torch, not on fla
     head_chunk_bytes: int = HEAD_CHUNK_BYTES
-    slack: float = 0.02
+    slack: float = 0.01
+
+    @property
+    def activations(self) -> Activations:
+        return Activations(
+            self.shape,
+            self.bytes_per_value,
+            compile=self.compile and "checkpoints" not in self.offload,
+            lora_width=self.lora_width,
+            plain_delta=self.plain_delta,
+        )
 
     def parts(self, tokens: int, size: int = 1) -> dict[str, float]:
-        """Bytes by cause with `tokens` tokens on the rank (pads included), in a row of `size` ranks."""
+        """Bytes by cause at the peak, with `tokens` tokens on the rank (pads included), in a row of `size` ranks."""
         static = self._static()
-        moving = self._activations(tokens, size)
-        moving |= {
-            "head": max(0.0, self._head(tokens) - moving["layer"]),
-            "exchange": self._exchange(tokens, size),
+        moments = self.moments(tokens, size)
+        found = static | max(moments.values(), key=lambda parts: sum(parts.values()))
+        return found | {"slack": self.slack * sum(found.values())}
+
+    def moments(self, tokens: int, size: int = 1) -> dict[str, dict[str, float]]:
+        """Beside what is always there: bytes by cause at each moment that may be the peak."""
+        shape, b, wide = self.shape, self.bytes_per_value, max(4, self.bytes_per_value)
+        kept = {
+            "gathered": self._gathered(),
+            "activations": tokens * self.activations.kept(self.recompute, size, offload="checkpoints" in self.offload),
             "vision": self._vision(tokens),
         }
-        total = sum(static.values()) + sum(moving.values())
-        return static | moving | {"slack": self.slack * total}
+        layer = self._layer_weights
+        held = self._cast * shape.vocab * shape.hidden if self.head_trained else 0.0
+        reducing = layer * self._trained_layers * (b + 2 * wide)  # its gradient, and the one before it being reduced
+        exchange = self._exchange(tokens, size)
+        return {
+            "head": kept | {"head": self._head(tokens)},
+            "layer": kept
+            | {
+                "layer": tokens * self.activations.backward(self.recompute, size),
+                "layer gradients": reducing + held,
+                "exchange": exchange,
+            },
+            "root": {"root gradients": self._root_gradients(), "gathered": kept["gathered"]},
+            "step": {"step": self._step()},
+        }
 
     def peak(self, tokens: int, size: int = 1) -> float:
         return sum(self.parts(tokens, size).values())
@@ -67,10 +102,8 @@ class MemoryModel:
             need = (self.peak(least, size) / GIB + CONTEXT_GIB) / ROOM
             raise UserError(
                 f"{memory_gib:.1f} GiB a GPU are too little for this model on {self.num_ranks} ranks: {need:.1f} GiB "
-                "with "
-                f"{least} tokens ({self._largest(least, size)}). Use at least {need:.1f} GiB, "
-                f"{self._enough_ranks(room)}, or "
-                "offload=('optimizer', 'parameters')."
+                f"with {least} tokens ({self._largest(least, size)}). Use at least {need:.1f} GiB, "
+                f"{self._enough_ranks(room)}, or offload=('optimizer', 'parameters')."
             )
         low, high = least, 2 * least
         while self.peak(high, size) <= room and high < 2**31:
@@ -86,111 +119,81 @@ class MemoryModel:
         return ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in names)
 
     def _enough_ranks(self, room: float) -> str:
-        sharded = sum(self._static()[name] for name in ("parameters", "gradients", "optimizer")) * self.num_ranks
+        sharded = sum(self._static().values()) * self.num_ranks
         fixed = self.peak(128) - sharded / self.num_ranks
         if fixed >= room:
             return "a larger GPU (more ranks would not help: the gathered layers alone do not fit)"
         return f"or at least {-(-sharded // (room - fixed)):.0f} ranks"
 
     def _static(self) -> dict[str, float]:
-        shape, ranks, trainable = self.shape, self.num_ranks, self.trainable_share
+        weights, trained = self.shape.weights / self.num_ranks, self.trainable_share
         master = max(4, self.bytes_per_value)
-        weights = shape.weights
-        layer = (weights - shape.embedding_weights - shape.vision_weights) / max(1, shape.layers)
-        cast = self.bytes_per_value if master != self.bytes_per_value or ranks > 1 else 0
-        # Gathered copies in compute precision; gradients leave the layer in it and are reduced in fp32.
-        gathered = cast * (2 * layer + shape.embedding_weights)
-        gathered += trainable * (self.bytes_per_value + master) * (layer + shape.embedding_weights)
+        here = 0.0 if "parameters" in self.offload else 1.0
+        moments = 0.0 if "optimizer" in self.offload else here * self.moments_per_weight
         return {
-            "parameters": 0.0 if "parameters" in self.offload else master * weights / ranks,
-            "gradients": master * trainable * weights / ranks,
-            "optimizer": 0.0 if "optimizer" in self.offload else self.moments * master * trainable * weights / ranks,
-            "gathered": gathered,
+            "parameters": here * master * weights,
+            "gradients": here * master * trained * weights,
+            "optimizer": moments * master * trained * weights,
         }
 
-    def _activations(self, tokens: int, size: int) -> dict[str, float]:
-        shape, b = self.shape, self.bytes_per_value
-        whole = self.layer_token_bytes(size)
-        if self.recompute == "none":
-            return {"activations": tokens * sum(whole), "layer": tokens * self._gradient_token_bytes()}
-        kept = 0.0 if "checkpoints" in self.offload else shape.layers * shape.hidden * b
-        if self.recompute == "selective":
-            kept += shape.attention_layers * shape.heads * (shape.head_dim * b + 4)
-        return {
-            "activations": tokens * kept,
-            "layer": tokens * (max(whole, default=0.0) + self._gradient_token_bytes()),
-        }
-
-    def layer_token_bytes(self, size: int = 1) -> list[float]:
-        """What autograd keeps of each layer, bytes a token of the rank."""
+    @property
+    def _layer_weights(self) -> float:
+        """Of one decoder layer."""
         shape = self.shape
-        softmax, linear = self._attention_token_bytes(size), self._linear_token_bytes()
-        norms = 2 * (self._norm_token_bytes(shape.hidden) + shape.hidden * self.bytes_per_value)  # and their output
-        mixers = [softmax] * shape.attention_layers + [linear] * shape.linear_layers
-        mlps = [self._mlp_token_bytes()] * (shape.layers - shape.moe_layers)
-        mlps += [self._expert_token_bytes()] * shape.moe_layers
-        return [mixer + mlp + norms for mixer, mlp in zip(mixers, mlps, strict=True)]
+        return (shape.weights - shape.embedding_weights - shape.vision_weights) / max(1, shape.layers)
 
-    def _norm_token_bytes(self, width: int, heads: int = 1) -> float:
-        """The input in fp32, one scale a head, and the normalised values."""
-        return width * (4 + self.bytes_per_value) + 4 * heads
+    @property
+    def _trained_layers(self) -> float:
+        """Share of a layer's weights that get a gradient."""
+        return 1.0 if self.lora_width == 0 and self.trainable_share > 0 else self.trainable_share
 
-    def _attention_token_bytes(self, size: int) -> float:
-        shape, b = self.shape, self.bytes_per_value
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        kept = (2 * queries + 2 * keys) * b + 4 * shape.heads  # q, k, v, out, LSE
-        if shape.normed_queries:
-            kept += self._norm_token_bytes(queries, shape.heads) + self._norm_token_bytes(keys, shape.kv_heads)
-        if shape.gated_attention:
-            kept += 2 * queries * b
-        if size > 1:  # out before and after the exchange; k and v repeated for more ranks than heads
-            kept += queries * b + 2 * max(0, size - shape.kv_heads) * shape.head_dim * b
-        return kept
+    @property
+    def _cast(self) -> int:
+        """Bytes of a gathered weight; on one rank in master precision the shard itself is used."""
+        return self.bytes_per_value if self.bytes_per_value < 4 or self.num_ranks > 1 else 0
 
-    def _linear_token_bytes(self) -> float:
-        shape, b = self.shape, self.bytes_per_value
-        keys = shape.linear_key_heads * shape.linear_head_dim
-        values = shape.linear_value_heads * shape.linear_head_dim
-        # convolution's input and output, q and k normed, the kernel's v, z, out, its gated norm in fp32, the gates
-        return (2 * keys + values) * 4 * b + values * (4 * b + 8) + 6 * 4 * shape.linear_value_heads
+    def _gathered(self) -> float:
+        return self._cast * (2 * self._layer_weights + self.shape.embedding_weights)
 
-    def _mlp_token_bytes(self) -> float:
-        return 4 * self.shape.mlp * self.bytes_per_value  # gate, its activation, up, product
+    def _root_gradients(self) -> float:
+        """Of embeddings and output layer: one in compute precision each, and copies in fp32 that are summed over ranks."""
+        if not self.head_trained:
+            return 0.0
+        master = max(4, self.bytes_per_value)
+        dense = 2 * self.shape.vocab * self.shape.hidden * self.bytes_per_value
+        reduced = self.shape.embedding_weights * master * (1 + (2 if self.num_ranks == 1 else 1 / self.num_ranks))
+        return max(dense, reduced)
 
-    def _expert_token_bytes(self) -> float:
-        """Router, its sort, and of each chosen expert: input, gate and up, activation, product, output."""
-        shape, b = self.shape, self.bytes_per_value
-        router = 4 * shape.experts + 4
-        chosen = 2 * shape.hidden * b + 4 * shape.expert_mlp * b + 5 * 8 + 4 + 1 + b
-        return router + shape.experts_per_token * chosen + 4 * shape.shared_mlp * b
-
-    def _gradient_token_bytes(self) -> float:
-        """Gradients alive at the top of a layer's backward, where all it kept is still there: hidden, once more in
-        fp32, and one of the MLP's width (its matmul's input is freed as the next appears)."""
-        shape = self.shape
-        wide = max(shape.mlp, shape.expert_mlp * shape.experts_per_token, shape.shared_mlp)
-        return wide * self.bytes_per_value + shape.hidden * (self.bytes_per_value + 4)
+    def _step(self) -> float:
+        """Clipping squares each shard in fp64; AdamW's square roots are a copy of all shards."""
+        trained = self.shape.weights * self.trainable_share / self.num_ranks
+        largest = self.shape.vocab * self.shape.hidden / self.num_ranks if self.head_trained else self._layer_weights
+        on_host = "parameters" in self.offload
+        stepped = min(trained * 4, HOST_BUCKETS) * 3 if "optimizer" in self.offload else trained * 4
+        return 0.0 if on_host else max(min(largest, trained) * 16, stepped)
 
     def _head(self, tokens: int) -> float:
+        """Final norm, hidden states and their gradient, a chunk of logits and losses of all tokens, dW in fp32."""
         shape, b = self.shape, self.bytes_per_value
         wide = max(4, b)
+        rows = tokens * (shape.hidden * (2 * b + wide + b) + 6 * wide)
         chunk = min(self.head_chunk_bytes, tokens * shape.vocab * wide)
-        return tokens * shape.hidden * (2 * b + 2 * wide) + 2 * chunk + tokens * 6 * wide
+        gradient = shape.vocab * shape.hidden * wide if self.head_trained else 0.0
+        return rows + max(chunk, gradient * b / wide) + gradient
 
     def _exchange(self, tokens: int, size: int) -> float:
         if size == 1:
             return 0.0
-        shape = self.shape
-        heads = shape.heads + 2 * max(shape.kv_heads, size)
-        return 2.0 * tokens * heads * shape.head_dim * self.bytes_per_value
+        heads = self.shape.heads + 2 * max(self.shape.kv_heads, size)
+        return 2.0 * tokens * heads * self.shape.head_dim * self.bytes_per_value
 
     def _vision(self, tokens: int) -> float:
+        """The tower's tensors of this rank's share of the images, its pixels, and the features placed among the tokens."""
         vision, b = self.shape.vision, self.bytes_per_value
         if vision is None or not self.visual_share:
             return 0.0
         visual = tokens * self.visual_share
-        block = 2 * self._norm_token_bytes(vision.hidden) + (7 * vision.hidden + 3 * vision.mlp) * b
-        kept = vision.layers * (block if self.recompute == "none" else vision.hidden * b) + block
-        pixels = vision.patch_values * (4 + b)
-        weights = self.shape.vision_weights * b * (2 / max(1, vision.layers))
-        return visual * (vision.merge * (kept + pixels) + 3 * self.shape.hidden * b) + weights
+        features = (1 + vision.deepstack) * 3 * self.shape.hidden * b
+        pixels = vision.patch_values * (4 + b) + 3 * vision.hidden * b
+        patch = self.activations.vision_patch(self.recompute) + pixels
+        return visual * (vision.merge * patch + features)

@@ -20,6 +20,7 @@ class VisionShape:
     merge: int = 4  # patches a visual token
     patch_values: int = 1536  # numbers in one patch of pixels
     gated: bool = False  # three MLP matrices, not two
+    deepstack: int = 0  # layers whose features go into the decoder as well, each through a merger of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ def _vision(config: Config) -> VisionShape | None:
     tower = config.get("vision_config")
     if not isinstance(tower, dict):
         return None
+    deepstack = tower.get("deepstack_visual_indexes")
     patch, frames = _number(tower, "patch_size", 16), _number(tower, "temporal_patch_size", 2)
     return VisionShape(
         hidden=_number(tower, "hidden_size"),
@@ -154,6 +156,7 @@ def _vision(config: Config) -> VisionShape | None:
         merge=_number(tower, "spatial_merge_size", 1) ** 2,
         patch_values=3 * patch * patch * frames,
         gated=tower.get("hidden_act") == "silu",
+        deepstack=len(deepstack) if isinstance(deepstack, list) else 0,
     )
 
 

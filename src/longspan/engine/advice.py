@@ -141,7 +141,11 @@ def explain(request: Request, found: Sequence[Candidate]) -> list[str]:
         others = [c for c in found[1:] if not same(c)]
         if others:
             other = min(others, key=lambda c: c.makespan_s)
-            costs = f"{other.makespan_s / best.makespan_s:.2f} times" if other.plan else f"cannot run: {other.reason}"
+            costs = (
+                f"{other.makespan_s / best.makespan_s:.2f} times"
+                if other.plan
+                else f"cannot run: {other.reason.partition(':')[0]}"
+            )
             said.append(f"another choice of {name}: {other.name} at best, {costs}")
     return said
 
@@ -155,9 +159,9 @@ def _why_size(request: Request, best: Candidate) -> str:
         fitting = [size for size in sizes if row_tokens([length], size, index) <= best.room]
         work = {size: size * cost(length, size) for size in fitting}
         least = min(work.values())
-        shown = [f"cp={size} {each / least:.2f}" for size, each in work.items()]
-        shown = [f"cp={size} does not fit" for size in sizes if size not in fitting] + shown
-        parts.append(f"{length:,} tokens: {', '.join(shown[:6])}")
+        shown = [f"cp={size} {each / least:.2f}" for size, each in list(work.items())[:5]]
+        small = [f"needs cp={fitting[0]}"] if fitting[0] > 1 else []
+        parts.append(f"{length:,} tokens: {', '.join(small + shown)}")
     return "GPU time of a sample by CP size, against the least: " + "; ".join(parts)
 
 
@@ -177,7 +181,15 @@ def cost_of(request: Request, layout: Layout, recompute: str) -> CostModel:
 
 
 def memory_of(request: Request, recompute: str, offload: tuple[str, ...]) -> MemoryModel:
-    return MemoryModel(request.shape, request.gpus, recompute, offload, bytes_per_value=request.bytes_per_value)
+    return MemoryModel(
+        request.shape,
+        request.gpus,
+        recompute,
+        offload,
+        bytes_per_value=request.bytes_per_value,
+        visual_share=request.visual_share,
+        compile=request.compile,
+    )
 
 
 def _evaluate(

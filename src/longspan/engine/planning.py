@@ -6,8 +6,10 @@ The same inputs on every rank give the same plan (law 2). Does not know tensors 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import nn
 
 from longspan.data import Limits, Plan, lower_bound, make_plan, makespan
 from longspan.data.cost import CostModel
@@ -16,12 +18,13 @@ from longspan.data.memory import MemoryModel
 from longspan.data.plan import default_cost
 from longspan.data.shape import ModelShape
 from longspan.engine.batch import Batch
-from longspan.engine.config import EngineConfig
+from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.mixer_choice import MixerChoice, choose_mixer
 from longspan.engine.watch import Call, Watch, signals
 from longspan.errors import UserError
 from longspan.layout import Layout, Mesh
 from longspan.layout.resolve import ulysses_refusal
+from longspan.mixers.deltanet_choose import choose_delta_kernel
 from longspan.models.adapter import Adapter
 
 __all__ = ["Planner", "cp_sizes", "heads_per_rank", "mixer_choice"]
@@ -50,11 +53,11 @@ class Planner:
         on_gpu = mesh.device.type == "cuda"
         named = MACHINE if config.machine == "auto" and on_gpu else config.machine
         self.model = None if named == "auto" else _cost_model(self.shape, config, self.layout, self.ranks, named)
-        self.memory = memory_model(self.shape, config, adapter, self.ranks)
+        self.memory_of = partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device)
         self.fits: int | None = None
         if on_gpu and config.max_tokens_per_rank == "auto":
             room = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30
-            self.fits = self.memory.budget(room, size=self.layout.cp)
+            self.fits = self.memory_of().budget(room, size=self.layout.cp)
         self.watch = Watch(None if self.model is None else self.model.machine.name, mesh.device.type)
         self._before = signals()
 
@@ -138,10 +141,36 @@ def mixer_choice(config: EngineConfig, adapter: Adapter) -> MixerChoice:
     )
 
 
-def memory_model(shape: ModelShape, config: EngineConfig, adapter: Adapter, ranks: int) -> MemoryModel:
+def memory_model(
+    shape: ModelShape,
+    config: EngineConfig,
+    adapter: Adapter,
+    ranks: int,
+    device: torch.device,
+    visual_share: float = 0.0,
+) -> MemoryModel:
     """What this engine keeps: what is frozen has no gradient and no moments."""
-    width = WIDTHS[config.dtype]
-    return MemoryModel(shape, ranks, config.recompute, config.offload, bytes_per_value=width)
+    parameters = list(adapter.model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return MemoryModel(
+        shape,
+        ranks,
+        config.recompute,
+        config.offload,
+        bytes_per_value=WIDTHS[config.dtype],
+        trainable_share=trained / max(shape.weights, trained),
+        head_trained=adapter.head()[0].requires_grad,
+        visual_share=visual_share,
+        lora_width=lora_width(adapter.units()[0]),
+        compile=config.compile,
+        plain_delta=choose_delta_kernel(device, DTYPES[config.dtype]).name != "fla",
+    )
+
+
+def lora_width(layer: nn.Module) -> int:
+    """Inputs and ranks of the linear layers of `layer` that carry LoRA factors, summed; 0 without."""
+    factors = [module for name, module in layer.named_modules() if ".lora_A." in name and isinstance(module, nn.Linear)]
+    return sum(factor.in_features + factor.out_features for factor in factors)
 
 
 def _cost_model(shape: ModelShape, config: EngineConfig, layout: Layout, ranks: int, machine: str) -> CostModel:

@@ -1,0 +1,130 @@
+"""What autograd keeps of a micro-step, bytes a token of one rank, by layer and recomputation policy.
+
+Read off transformers' modules as autograd saves them in eager mode (norms in fp32):
+
+    none       every tensor that a backward reads
+    selective  each layer's input, and attention's output and LSE: the layer is run again, its attention is not
+    full       each layer's input
+
+Compiled layers without a checkpoint keep what engine/fsdp/compiled.py tells the partitioner: under selective their inputs
+and attention's q, k, v, output and LSE; under none the outputs of matrix products too. b: bytes of a value in compute
+precision. Numbers of a layer are checked against saved-tensor hooks (tests/unit/test_data_memory.py).
+"""
+
+from dataclasses import dataclass
+
+from longspan.data.shape import ModelShape
+
+CHUNK = 64  # tokens of a chunk of plain DeltaNet (mixers/deltanet_chunked.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes a token. lora_width: inputs and ranks of a layer's adapted linear layers; every other weight is frozen then."""
+
+    shape: ModelShape
+    bytes_per_value: int
+    compile: bool = False
+    lora_width: int = 0
+    plain_delta: bool = False
+
+    def kept(self, recompute: str, size: int, *, offload: bool = False) -> float:
+        """By the whole decoder, from forward to backward."""
+        shape, b = self.shape, self.bytes_per_value
+        if self.compile and recompute != "full":
+            return sum(self.compiled_layers(recompute, size))
+        if recompute == "none":
+            return sum(self.layers(size))
+        inputs = 0.0 if offload else shape.layers * shape.hidden * b
+        if recompute == "full":
+            return inputs
+        out = 0.0 if offload else shape.heads * shape.head_dim * b
+        return inputs + shape.attention_layers * (out + 4 * shape.heads)
+
+    def backward(self, recompute: str, size: int) -> float:
+        """Of the layer whose backward runs: what is made again, and gradients."""
+        again = max(self.layers(size), default=0.0) if recompute != "none" else 0.0
+        return again + self._gradients() + (self._chunks() if self.plain_delta and self.shape.linear_layers else 0.0)
+
+    def _chunks(self) -> float:
+        """Plain DeltaNet's backward runs its rule again in fp32: matrices between the tokens of a chunk, and vectors."""
+        shape = self.shape
+        return 4.0 * shape.linear_value_heads * (7 * CHUNK + 12 * shape.linear_head_dim)
+
+    def layers(self, size: int = 1) -> list[float]:
+        """What autograd keeps of each eager layer."""
+        shape, b = self.shape, self.bytes_per_value
+        softmax, linear = self._attention(size), self._linear()
+        norms = 2 * self._norm(shape.hidden)
+        norms += 0 if self.lora_width else 2 * shape.hidden * b  # their output, which a trained matrix reads
+        lora = self.lora_width * b
+        mixers = [softmax] * shape.attention_layers + [linear] * shape.linear_layers
+        mlps = [self._mlp()] * (shape.layers - shape.moe_layers) + [self._experts()] * shape.moe_layers
+        return [mixer + mlp + norms + lora for mixer, mlp in zip(mixers, mlps, strict=True)]
+
+    def compiled_layers(self, recompute: str, size: int) -> list[float]:
+        """What a compiled layer keeps."""
+        shape, b = self.shape, self.bytes_per_value
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        attention = (2 * queries + 2 * keys) * b + 4 * shape.heads
+        layer = shape.hidden * b + attention
+        if recompute == "none":
+            layer += (queries + keys) * b * (1 if shape.normed_queries else 0) + (shape.hidden + 2 * shape.mlp) * b
+        return [layer] * shape.layers
+
+    def vision_patch(self, recompute: str) -> float:
+        """Of the tower, bytes a patch: blocks and mergers."""
+        vision, b = self.shape.vision, self.bytes_per_value
+        if vision is None:
+            return 0.0
+        # fused qkv, q and k rotated, out; norms' inputs and outputs with their statistics; both sides of the activation
+        block = (10 * vision.hidden + (4 if vision.gated else 2) * vision.mlp) * b + 4 * vision.heads + 16
+        mergers = (1 + vision.deepstack) * 6 * vision.hidden * b
+        if recompute == "none":
+            return vision.layers * block + mergers
+        kept = vision.hidden * b * (2 if recompute == "selective" else 1) + 4 * vision.heads
+        return vision.layers * kept + block + mergers
+
+    def _norm(self, width: int, heads: int = 1) -> float:
+        """The input in fp32, one scale a head, and the normalised values where the norm's weight is trained."""
+        return width * (4 + (0 if self.lora_width else self.bytes_per_value)) + 4 * heads
+
+    def _attention(self, size: int) -> float:
+        shape, b = self.shape, self.bytes_per_value
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        kept = (2 * queries + 2 * keys) * b + 4 * shape.heads  # q, k, v, out, LSE
+        if shape.normed_queries:
+            kept += self._norm(queries, shape.heads) + self._norm(keys, shape.kv_heads)
+        if shape.gated_attention:
+            kept += 2 * queries * b
+        if size > 1:  # out before and after the exchange; k and v repeated for more ranks than heads
+            kept += queries * b + 2 * max(0, size - shape.kv_heads) * shape.head_dim * b
+        return kept
+
+    def _linear(self) -> float:
+        shape, b = self.shape, self.bytes_per_value
+        keys = shape.linear_key_heads * shape.linear_head_dim
+        values = shape.linear_value_heads * shape.linear_head_dim
+        # convolution's input and output, q and k normed, the kernel's v, z, out, its gated norm in fp32, the gates
+        kept = (2 * keys + values) * 4 * b + values * (4 * b + 8) + 6 * 4 * shape.linear_value_heads
+        if self.plain_delta:  # the convolution's terms in fp32
+            kept += 5 * 4 * (2 * keys + values)
+        return kept
+
+    def _mlp(self) -> float:
+        """Gate, its activation, up, and their product, which a trained down_proj reads."""
+        return (3 if self.lora_width else 4) * self.shape.mlp * self.bytes_per_value
+
+    def _experts(self) -> float:
+        """Router, its sort, and of each chosen expert: input, gate and up, activation, product, output."""
+        shape, b = self.shape, self.bytes_per_value
+        router = 4 * shape.experts + 4
+        chosen = 2 * shape.hidden * b + 4 * shape.expert_mlp * b + 5 * 8 + 4 + 1 + b
+        return router + shape.experts_per_token * chosen + 4 * shape.shared_mlp * b
+
+    def _gradients(self) -> float:
+        """Gradients alive at the top of a layer's backward, where all it kept is still there: hidden, once more in
+        fp32, and one of the MLP's width (its matmul's input is freed as the next appears)."""
+        shape, b = self.shape, self.bytes_per_value
+        wide = max(shape.mlp, shape.expert_mlp * shape.experts_per_token, shape.shared_mlp)
+        return wide * b + shape.hidden * (b + 4)
