@@ -334,7 +334,7 @@ def test_one_pass_is_for_token_wise_losses_of_the_head():
     assert Objective("ppo", kl=0.1, entropy=0.1, value=0.1).one_pass
     assert not Objective("gspo").one_pass
     assert not Objective("value").one_pass
-    assert not Objective("distill_full").one_pass
+    assert Objective("distill_full").one_pass
     assert not Objective(lambda out, fields: out.logprob).one_pass  # may read segments
     assert not Objective(lambda out, fields: out.logprob * out.value, uses=("value",), token_wise=True).one_pass
 

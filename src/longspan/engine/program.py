@@ -19,6 +19,7 @@ from longspan.objective import (
     Objective,
     Segments,
     Stats,
+    TeacherHead,
     TokenOut,
     chunk_loss,
     evaluate,
@@ -66,13 +67,14 @@ class Train:
         info = step.context.info
         segments = Segments(step.segment, len(info.cu_seqlens) - 1, streams["needed"], info.group)
         asked = head_arguments(head, step, entropy=objective.needs_entropy, topk=objective.needs_topk)
-        kl = self._teacher_kl(hidden, head, step) if objective.needs_teacher else None
+        taught = {"teacher": step.teacher, "direction": objective.teacher_direction}
         if objective.one_pass:  # the loss and its gradients formed inside the head: a matmul less
-            formed = head_loss(hidden, head.weight, loss=chunk_loss(objective, fields, weights), **asked)
-            out = TokenOut(formed.logprob, formed.entropy, segments, value, formed.topk_logprob, kl)
+            formed = head_loss(hidden, head.weight, loss=chunk_loss(objective, fields, weights), **asked, **taught)
+            out = TokenOut(formed.logprob, formed.entropy, segments, value, formed.topk_logprob, formed.teacher_kl)
             loss = evaluate_one_pass(objective, formed, out, fields=fields, weights=weights, stats=self.stats)
         else:
             made = head_outputs(hidden, head.weight, **asked)
+            kl = None if step.teacher is None else self._teacher_kl(hidden, head, step.teacher, step=step)
             out = TokenOut(made.logprob, made.entropy, segments, value, made.topk_logprob, kl)
             loss = evaluate(objective, out, fields=fields, weights=weights, stats=self.stats)
         if objective.mtp:
@@ -92,13 +94,12 @@ class Train:
     def adopt(self, found: Sequence[object]) -> None:
         self.stats.adopt(found)
 
-    def _teacher_kl(self, hidden: Tensor, head: Head, step: MicroStep) -> Tensor:
+    def _teacher_kl(self, hidden: Tensor, head: Head, teacher: TeacherHead, *, step: MicroStep) -> Tensor:
         """[T_local] KL between both sides' whole distributions."""
-        assert step.teacher is not None, "engine checks"
         return head_kl(
             hidden,
             head.weight,
-            step.teacher,
+            teacher,
             needed=step.needed,
             temperature=step.shard.fields["temperature"],
             bias=head.bias,

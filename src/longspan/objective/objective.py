@@ -39,7 +39,7 @@ TokenLoss = Callable[[TokenOut, Fields], Tensor]  # [T] tensors -> [T]
 MODEL_TERMS = ("moe_aux", "moe_z", "mtp")
 MOE_OVER = ("sample", "batch")
 OUTPUTS = ("entropy", "value", "topk_logprob", "teacher_kl")  # beside logprob
-HEAD_OUTPUTS = ("logprob", "entropy", "topk_logprob")
+HEAD_OUTPUTS = ("logprob", "entropy", "topk_logprob", "teacher_kl")
 ENGINE_FIELDS = ("temperature", "routed_experts")  # read by the engine, never by a loss
 
 

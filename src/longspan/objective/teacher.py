@@ -4,7 +4,8 @@ side.
 hidden [T, E], weight [V, E] and teacher_hidden [T, F], teacher_weight [V, F] -> kl [T], with gradient to the student
 only. Formulas: head_rows.py.
 p and q are both tempered by `temperature`. One chunk of each side's logits at a time, together below one chunk's
-budget. The teacher's hidden states come from a second engine as a stream; this file runs no model.
+budget. `head_kl` forms the chunks again in backward; head_loss.py forms them once, for token-wise losses. The teacher's
+hidden states come from a second engine as a stream; this file runs no model.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from longspan.errors import UserError
 from longspan.objective.chunks import HeadInputs, HeadMatmul, kernels_for, plan_chunks
 from longspan.objective.head_rows import KLStats, Rows
 
-__all__ = ["DIRECTIONS", "TeacherHead", "head_kl"]
+__all__ = ["DIRECTIONS", "TeacherHead", "TeacherSide", "head_kl"]
 
 DIRECTIONS = ("forward", "reverse")
 
@@ -31,6 +32,34 @@ class TeacherHead:
     weight: Tensor  # [V, F]
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
+
+    def check(self, hidden: Tensor, weight: Tensor, direction: str) -> None:
+        """Raises UserError where it does not fit the student's hidden [T, E] and weight [V, E]."""
+        if direction not in DIRECTIONS:
+            raise UserError(
+                f"head_kl: direction={direction!r} is unknown. Use 'forward', KL(teacher || student), or 'reverse'."
+            )
+        if self.weight.shape[0] != weight.shape[0] or self.hidden.shape[0] != hidden.shape[0]:
+            raise UserError(
+                f"head_kl: the teacher has {self.weight.shape[0]} ids and {self.hidden.shape[0]} tokens, the student "
+                f"{weight.shape[0]} and {hidden.shape[0]}. Both sides need one vocabulary and the same tokens."
+            )
+
+
+class TeacherSide:
+    """The teacher's chunks of logits, beside the student's."""
+
+    __slots__ = ("_buffer", "_inputs", "_matmul", "_teacher")
+
+    def __init__(self, teacher: TeacherHead, inputs: HeadInputs) -> None:
+        self._teacher, self._inputs = teacher, inputs
+        self._matmul = HeadMatmul(teacher.hidden.detach(), teacher.weight.detach(), teacher.bias)
+        self._buffer = self._matmul.buffer(inputs.chunk_rows)
+
+    def chunk(self, part: slice, ours: Rows) -> tuple[Tensor, Rows]:
+        """Raw logits [C, V], and what its rows are asked for: tempered as the student's."""
+        t = self._matmul.logits(self._inputs.take(self._teacher.hidden, part), self._buffer)
+        return t, Rows(ours.targets, ours.temperature, self._teacher.softcap, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,15 +82,7 @@ def head_kl(
     chunk: int | str = "auto",
 ) -> Tensor:
     """hidden [T, E], weight [V, E] -> KL [T], 0 where not needed. Other arguments as in head_outputs."""
-    if direction not in DIRECTIONS:
-        raise UserError(
-            f"head_kl: direction={direction!r} is unknown. Use 'forward', KL(teacher || student), or 'reverse'."
-        )
-    if teacher.weight.shape[0] != weight.shape[0] or teacher.hidden.shape[0] != hidden.shape[0]:
-        raise UserError(
-            f"head_kl: the teacher has {teacher.weight.shape[0]} ids and {teacher.hidden.shape[0]} tokens, the student "
-            f"{weight.shape[0]} and {hidden.shape[0]}. Both sides need one vocabulary and the same tokens."
-        )
+    teacher.check(hidden, weight, direction)
     inputs = HeadInputs.checked(
         hidden,
         weight,
@@ -109,19 +130,16 @@ class _HeadKL(torch.autograd.Function):
 class _Pairs:
     """Both sides' chunks of logits."""
 
-    __slots__ = ("_asked", "_buffers", "_hidden", "student", "teacher")
+    __slots__ = ("_buffer", "_hidden", "_inputs", "_teacher", "student")
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked) -> None:
-        self._asked, self._hidden = asked, hidden
+        self._inputs, self._hidden = asked.inputs, hidden
         self.student = HeadMatmul(hidden, weight, bias)
-        self.teacher = HeadMatmul(asked.teacher.hidden.detach(), asked.teacher.weight.detach(), asked.teacher.bias)
-        rows = asked.inputs.chunk_rows
-        self._buffers = (self.student.buffer(rows), self.teacher.buffer(rows))
+        self._buffer = self.student.buffer(asked.inputs.chunk_rows)
+        self._teacher = TeacherSide(asked.teacher, asked.inputs)
 
     def chunk(self, part: slice) -> tuple[Tensor, Rows, Tensor, Rows]:
         """Raw logits [C, V] of the student and what its rows are asked for, then the teacher's."""
-        inputs, teacher = self._asked.inputs, self._asked.teacher
-        z = self.student.logits(inputs.take(self._hidden, part), self._buffers[0])
-        t = self.teacher.logits(inputs.take(teacher.hidden, part), self._buffers[1])
-        ours = inputs.row_inputs(part, self.student.like)
-        return z, ours, t, Rows(ours.targets, ours.temperature, teacher.softcap, None)
+        z = self.student.logits(self._inputs.take(self._hidden, part), self._buffer)
+        ours = self._inputs.row_inputs(part, self.student.like)
+        return z, ours, *self._teacher.chunk(part, ours)
