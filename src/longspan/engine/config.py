@@ -39,6 +39,7 @@ class EngineConfig:
     offload: what lives in host memory: "checkpoints", "optimizer", "parameters".
     megatron: switches of backend="megatron" (engine/megatron/options.py).
     kernel: attention kernel, "auto" or one of longspan.mixers.kernels' names. compile: torch.compile each layer.
+    mlp_tile: tokens of a tile; rows longer than it run their MLPs tile by tile, forward and backward. 0: whole rows.
     """
 
     model: str
@@ -59,6 +60,7 @@ class EngineConfig:
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
     kernel: str = "auto"
     compile: bool = False
+    mlp_tile: int = 0
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
@@ -76,10 +78,12 @@ class EngineConfig:
             raise UserError(
                 f"mtp_steps={self.mtp_steps} must be 0 or more, and above 0 with mtp_joint={self.mtp_joint}"
             )
-        if self.mtp_steps and self.backend != "fsdp":
-            raise UserError(f"mtp_steps={self.mtp_steps} needs backend='fsdp', got {self.backend!r}")
         if self.backend != "megatron" and self.megatron != MegatronOptions():
             raise UserError(f"{self.megatron} needs backend='megatron', got {self.backend!r}")
+        if self.mlp_tile < 0 or (self.mlp_tile and (self.backend != "fsdp" or self.lora)):
+            raise UserError(
+                f"mlp_tile={self.mlp_tile} must be 0 or a positive number of tokens, and above 0 needs backend='fsdp' and no lora"
+            )
         if isinstance(self.freeze, str) or isinstance(self.offload, str):
             raise UserError("freeze and offload are tuples of names, for example freeze=('vision',)")
 

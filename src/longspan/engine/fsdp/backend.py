@@ -23,6 +23,7 @@ from longspan.engine.fsdp.compiled import compile_layers, keeps_of
 from longspan.engine.fsdp.host import CHECKPOINT, HostStore
 from longspan.engine.fsdp.host_optimizer import HostOptimizer
 from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
+from longspan.engine.fsdp.tiled_mlp import tile_mlps
 from longspan.engine.memory import explain_out_of_memory
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, local, make_optimizer
 from longspan.errors import CheckpointError, UserError
@@ -60,6 +61,10 @@ class FSDPBackend:
         _set_mtp(adapter, config)
         self.policy = Policy(adapter, value_head, self.routing)
         _freeze(self.policy, config.freeze, adapter)
+        if config.mlp_tile and not tile_mlps(adapter, config.mlp_tile):
+            raise UserError(
+                f"mlp_tile={config.mlp_tile}: {config.model} has no gated MLP to run in tiles. Set mlp_tile=0"
+            )
         self.offload = config.offload
         self.host = HostStore(mesh.device) if "checkpoints" in config.offload else None
         keep = keeps_of(config)

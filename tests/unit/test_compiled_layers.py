@@ -1,0 +1,63 @@
+"""What compiled layers keep for backward: inputs under "selective", matrix products too under "none"; the numbers are eager's.
+
+The partitioner is torch's own; its code generator is left out (aot_eager_decomp_partition), which would take a minute here.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import silu
+
+from longspan.engine.config import EngineConfig
+from longspan.engine.fsdp import compiled
+from longspan.engine.fsdp.compiled import KEEPS, compile_keeping, keeps_of
+
+TOKENS, WIDTH, MLP = 64, 32, 96
+
+
+class Piece(nn.Module):
+    """A decoder layer after its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up = nn.Linear(WIDTH, MLP, bias=False), nn.Linear(WIDTH, MLP, bias=False)
+        self.down = nn.Linear(MLP, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.out(attended)
+        y = self.norm(x)
+        return x + self.down(silu(self.gate(y)) * self.up(y))
+
+
+@pytest.mark.parametrize(("policy", "wide"), [("selective", 0), ("none", 2)])
+def test_layers_keep_what_the_policy_says(policy: str, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "compile_fx", lookup_backend("aot_eager_decomp_partition"))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    piece = Piece().double()
+    inputs = [torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    wanted = [*inputs, *piece.parameters()]
+    expected = torch.autograd.grad(piece(*inputs).square().sum(), wanted)
+    kept: list[tuple[int, ...]] = []
+    with saved_tensors_hooks(lambda x: (kept.append(tuple(x.shape)), x)[1], lambda x: x):
+        out = torch.compile(piece, backend=partial(compile_keeping, KEEPS[policy]))(*inputs)
+    found = torch.autograd.grad(out.square().sum(), wanted)
+    assert kept.count((TOKENS, MLP)) == wide  # gate and up, never their product
+    assert kept.count((TOKENS, WIDTH)) == 2  # x and attended; under "none" the sum in the place of x
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_checkpoint_stands_where_layers_keep_nothing_by_themselves() -> None:
+    def keeps(**settings: object) -> object:
+        return keeps_of(EngineConfig(model="tiny:qwen3", **settings))
+
+    assert keeps(compile=True) == KEEPS["selective"]
+    assert keeps(compile=True, recompute="none") == KEEPS["none"]
+    assert keeps(compile=True, recompute="full") is None
+    assert keeps(compile=True, offload=("checkpoints",)) is None
+    assert keeps(compile=False) is None
