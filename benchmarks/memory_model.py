@@ -122,9 +122,26 @@ def config_of(model: str, smoke: bool) -> PretrainedConfig:
 
 
 def predicted(cell: Cell, smoke: bool) -> MemoryModel:
-    """What the model says, under the settings of the cell."""
-    shape = ModelShape.from_config(config_of(cell.model, smoke).to_dict())
-    return MemoryModel(shape, 1, cell.recompute)
+    """What the model says, under the settings of the cell; the engine's own planner has the same (engine/planning.py)."""
+    config = config_of(cell.model, smoke)
+    shape, width = ModelShape.from_config(config.to_dict()), 0
+    if cell.lora:
+        inputs = (
+            6 * shape.hidden + shape.heads * shape.head_dim + shape.mlp - shape.hidden
+        )  # q, k, v, gate, up; o; down
+        width = inputs + len(LORA) * cell.lora
+    outputs = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 2 * shape.mlp + 2 * shape.hidden
+    factors = shape.layers * cell.lora * (width + outputs)
+    return MemoryModel(
+        shape,
+        1,
+        cell.recompute,
+        trainable_share=factors / shape.weights if cell.lora else 1.0,
+        head_trained=not cell.lora,
+        visual_share=cell.images * (IMAGE // 32) ** 2 / cell.length,
+        lora_width=width,
+        compile=cell.compile,
+    )
 
 
 def build(cell: Cell, smoke: bool) -> Engine:
@@ -197,6 +214,7 @@ def measure(cell: Cell, smoke: bool) -> dict[str, Any]:
         "weights": sum(parameter.numel() for parameter in engine.adapter.model.parameters()),
         "trainable": sum(p.numel() for _, p in engine.backend.named_parameters()),
         "kernel": engine.builder.kernel.name,
+        "engine_model": repr(engine.planner.memory_of(cell.images * (IMAGE // 32) ** 2 / cell.length)),
         "seconds": time.perf_counter() - started,
         "at_peak": at_peak,
     }

@@ -89,7 +89,8 @@ class ModelShape:
             return 0
         block = vision.hidden * (4 * vision.hidden + (3 if vision.gated else 2) * vision.mlp)
         merged = vision.hidden * vision.merge
-        return vision.layers * block + vision.patch_values * vision.hidden + merged * (merged + self.hidden)
+        mergers = (1 + vision.deepstack) * merged * (merged + self.hidden)
+        return vision.layers * block + vision.patch_values * vision.hidden + mergers
 
     @property
     def embedding_weights(self) -> int:
