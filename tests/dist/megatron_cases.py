@@ -28,6 +28,7 @@ LENGTHS = (13, 1, 22, 7)
 CASES = {
     "ppo": Case("ppo", "ppo", PPO),
     "together": Case("together", "ppo", {**PPO, **ALL, "value": 0.5, "value_clip": 0.2}, "sample"),
+    "mtp": Case("mtp", "reinforce", {"mtp": 0.5}),
     "moe_aux": Case("moe_aux", "reinforce", {"moe_aux": 1.0}),
     "moe_z": Case("moe_z", "reinforce", {"moe_z": 1.0}, "sample"),
 }

@@ -20,6 +20,7 @@ from longspan.engine.planning import heads_per_rank
 from longspan.errors import UserError
 from longspan.layout import CPGroup, Layout, parse_layout, resolve
 from longspan.models.loading import load_model
+from longspan.models.skeleton import MemoryWeights
 from longspan.parity.checks import ALL_CHECKS
 
 TWO = (
@@ -152,7 +153,31 @@ def test_a_checkpoint_loads_under_any_layout_and_backend(four_ranks):
             "whose import failed: No module named 'transformer_engine'. Set it False",
         ),
         ("qwen3_moe", Layout(dp=2, etp=2), {}, "etp=2"),
-        ("qwen3_5", Layout(), {}, "no weight table for Qwen3_5ForCausalLM"),
+        (
+            "gemma3",
+            Layout(),
+            {},
+            "no weight table for Gemma3ForCausalLM. Known: LlamaForCausalLM, MistralForCausalLM, Qwen2",
+        ),
+        ("gpt_oss", Layout(), {}, "no weight table for GptOssForCausalLM. Known: LlamaForCausalLM"),
+        (
+            "qwen3_5",
+            Layout(tp=4),
+            {},
+            "tp=4 must divide the model's 2 key heads of its recurrent layers. Use tp in (1, 2)",
+        ),
+        (
+            "qwen3_5",
+            Layout(tp=2, cp=4, linear="heads"),
+            {},
+            "at tp=2 linear='heads' at cp=4 needs value heads divisible by 4",
+        ),
+        (
+            "qwen3_5_vl_mtp",
+            Layout(pp=3),
+            {"mtp_steps": 1},
+            "reads the vision tower, on the first. Set pp=1 or mtp_steps=0",
+        ),
         ("qwen3", Layout(), {"offload": ("optimizer",)}, "offload"),
         ("qwen3", Layout(), {"compile": True}, "compile=True"),
     ],
@@ -177,7 +202,10 @@ def test_parts_of_every_tensor_parallel_rank_make_the_whole_again():
         Entry((Part("model.embed_tokens.weight", "tp"),)),  # 97 rows: 49 and 48, the last padded to 49
     ]
     for entry in entries:
-        joined = [join([take(whole[p.name], p, group) for p in entry.parts], entry, shape) for group in groups]
+        joined = [
+            join([take(MemoryWeights(whole), p, whole[p.name].shape[p.dim], group) for p in entry.parts], entry, shape)
+            for group in groups
+        ]
         assert joined[0].shape == joined[1].shape
         parts = [split(piece, entry, shape) for piece in joined]
         for place, part in enumerate(entry.parts):
@@ -198,7 +226,6 @@ def test_slices_of_every_data_rank_make_the_whole_again():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mtp_steps": 1}, "mtp_steps=1 needs backend='fsdp', got 'megatron'"),
         (
             {"backend": "fsdp", "megatron": MegatronOptions(transformer_engine=True)},
             "needs backend='megatron', got 'fsdp'",

@@ -27,7 +27,7 @@ from longspan.engine.megatron.build import build_chunks
 from longspan.engine.megatron.groups import make_groups
 from longspan.engine.megatron.model import Stage
 from longspan.engine.megatron.pipeline import run_pipeline
-from longspan.engine.megatron.weights import Entry, Part, gather, join, local, split
+from longspan.engine.megatron.weights import Entry, Part, gather, join, local, split, take
 from longspan.engine.megatron.zero import own_slice, sum_into_slice, whole_from_slices
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, make_optimizer
 from longspan.engine.optim import local as local_of
@@ -35,6 +35,8 @@ from longspan.errors import CheckpointError, UserError
 from longspan.layout import CPGroup, Mesh
 from longspan.models.adapter import Adapter
 from longspan.models.lora import adapter_of, merge_weights, write_adapter
+from longspan.models.mtp import mtp_exported
+from longspan.models.skeleton import MemoryWeights
 
 __all__ = ["MegatronBackend"]
 
@@ -110,8 +112,9 @@ class MegatronBackend:
                 yield name, self.table[name]
 
     def _moved_by(self, adapter: str | None) -> list[tuple[str, Entry]]:
-        """What a step of an adapter moves; None: everything that is in none."""
-        return [(name, entry) for name, entry in self.trainable() if adapter_of(entry.parts[0].name) == adapter]
+        """What a step moves: the factors of one adapter, with the value head where it is the only one; or everything."""
+        owners = {adapter} if len(self.lora) > 1 else {adapter, None}
+        return [(name, entry) for name, entry in self.trainable() if adapter_of(entry.parts[0].name) in owners]
 
     def _repeats(self, entry: Entry) -> CPGroup:
         """The data ranks that hold the same parameter."""
@@ -317,6 +320,8 @@ class MegatronBackend:
         if part.axis is None or group.group is None:
             return piece.contiguous()
         whole = torch.empty(self.built.shapes[part.name], device="meta")
+        if part.segments:
+            return gather(piece, part, self._rows(part), group)
         real = local(piece, part, self._rows(part), group).contiguous()
         mesh = self.built.meshes[part.axis]
         return DTensor.from_local(
@@ -337,11 +342,16 @@ class MegatronBackend:
     def _joined(self, state: dict[str, Tensor], key: str, name: str) -> Tensor:
         """A parameter's shape, from the pieces of its Hugging Face tensors."""
         entry = self.table[name]
-        pieces = [state[key.format(part.name)] for part in entry.parts]
-        joined = join([local_of(piece) for piece in pieces], entry, self.shape)
+        joined = join([self._own(state[key.format(part.name)], part) for part in entry.parts], entry, self.shape)
         whole = torch.zeros_like(self.masters[name])  # a padded vocabulary has more rows
         whole[: len(joined)] = joined
         return whole
+
+    def _own(self, loaded: Tensor, part: Part) -> Tensor:
+        """This rank's part of what a checkpoint gave."""
+        if not part.segments:
+            return local_of(loaded)
+        return take(MemoryWeights({part.name: loaded}), part, self._rows(part), self._group(part))
 
     def _empty_optimizer(self, adapter: str | None, kind: str) -> None:
         """An optimizer with zero state of the right shapes, for the checkpoint to fill."""
@@ -365,7 +375,8 @@ class MegatronBackend:
             for name, config in self.lora.items():
                 write_adapter(folder if len(self.lora) == 1 else folder / name, name, config, weights)
         else:
-            self.adapter.model.save_pretrained(folder, state_dict=merge_weights(weights, self.adapter.model, merge))
+            merged = merge_weights(weights, self.adapter.model, merge)
+            self.adapter.model.save_pretrained(folder, state_dict=mtp_exported(self.adapter.mtp, merged))
 
 
 def _summed(x: Tensor, group: CPGroup) -> Tensor:

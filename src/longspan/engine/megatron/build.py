@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from longspan.engine.common import check_lora, make_value_head, set_mtp
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.model import Stage
@@ -42,15 +43,19 @@ class Built:
 def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Groups) -> Built:
     """Collective only in the device meshes."""
     shape = shape_of(config, adapter, mesh.layout)
+    check_lora(config)
+    set_mtp(adapter, config)
     compute = DTYPES[config.dtype]
     master = torch.float64 if compute == torch.float64 else torch.float32
-    value_head = _value_head(adapter.hidden_size, config.seed, master) if config.value_head else None
+    value_head = make_value_head(adapter, config.seed, master) if config.value_head else None
     routing = None if config.lora is None else add_adapters(adapter, config.lora, config.seed)
     weights = open_weights(adapter, config.model)
     whole = dict(adapter.model.named_parameters())
     whole |= {} if value_head is None else {f"value_head.{name}": p for name, p in value_head.named_parameters()}
+    whole |= {} if adapter.mtp is None else {f"mtp.{name}": p for name, p in adapter.mtp.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
     frozen = _frozen(config.freeze, adapter, list(shapes))
+    frozen |= set() if config.mtp_steps else {name for name in whole if name.startswith("mtp.")}
     if routing is not None:
         frozen |= {name for name, parameter in whole.items() if not parameter.requires_grad}
     stages = [
@@ -75,15 +80,6 @@ def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Gro
         masters[name].requires_grad_(parameter.requires_grad)
     chunks.train()
     return Built(chunks, shape, table, masters, shapes, _meshes(groups, mesh), routing)
-
-
-def _value_head(hidden_size: int, seed: int, dtype: torch.dtype) -> nn.Linear:
-    """Scalar head on the last hidden state: weights N(0, 0.02) from the seed, bias 0; the same on every rank."""
-    head = nn.Linear(hidden_size, 1, dtype=dtype)
-    with torch.no_grad():
-        head.weight.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
-        head.bias.zero_()
-    return head
 
 
 def _load(

@@ -19,9 +19,10 @@ from longspan.engine.megatron.lora import Adapters, fuse
 from longspan.engine.megatron.upstream import ColumnParallelLinear, PackedSeqParams, RowParallelLinear
 from longspan.layout import CPGroup
 from longspan.mixers.collectives import reduce_scatter
+from longspan.mixers.precision import accumulator
 from longspan.models.adapter import Context
 
-__all__ = ["Column", "CoreAttention", "Norm", "Row", "StreamParams"]
+__all__ = ["Column", "CoreAttention", "Norm", "Row", "StreamParams", "ZeroNorm"]
 
 
 @dataclasses.dataclass
@@ -47,6 +48,15 @@ class Norm(nn.Module):
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+class ZeroNorm(Norm):
+    """x / rms(x) * (1 + weight): Qwen3.5's and Qwen3-Next's; the product in fp32, in fp64 for fp64 (models/norms.py)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(accumulator(x.dtype))
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
 
 
 class Column(ColumnParallelLinear):
@@ -125,6 +135,9 @@ class CoreAttention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding as Hugging Face applies it: halves, in x's dtype."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    """Rotary embedding as Hugging Face applies it: halves of the first dims that have an angle, in x's dtype."""
+    size = cos.shape[-1]
+    turned, kept = x[..., :size], x[..., size:]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([turned, kept], -1) if kept.shape[-1] else turned

@@ -9,8 +9,10 @@ tensor-parallel rank repeats it on all its tokens: exact, at tp times the head's
 
 import copy
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -21,13 +23,15 @@ from torch.utils.checkpoint import checkpoint
 from longspan.engine.backend import Head, MicroStep, Program
 from longspan.engine.megatron.collectives import gather_whole, keep_own, pad_rows
 from longspan.engine.megatron.groups import Groups
-from longspan.engine.megatron.layers import Column, CoreAttention, Norm, Row, StreamParams
+from longspan.engine.megatron.hybrid import DeltaNet, GatedAttention
+from longspan.engine.megatron.layers import Column, CoreAttention, Norm, Row, StreamParams, ZeroNorm
 from longspan.engine.megatron.lora import Adapters
 from longspan.engine.megatron.moe import Block, ExpertMLP
 from longspan.engine.megatron.shape import Shape
 from longspan.engine.megatron.upstream import (
     GPTModel,
     IdentityOp,
+    ModuleSpec,
     ProcessGroupCollection,
     TransformerBlockSubmodules,
     TransformerConfig,
@@ -37,6 +41,7 @@ from longspan.engine.megatron.upstream import (
 from longspan.models.adapter import Adapter
 from longspan.models.lora import Routing
 from longspan.models.moe import MoEState, tap_routers
+from longspan.models.qwen3_5_deltanet import prepare_recurrent
 from longspan.models.qwen3_vl import run_tower
 from longspan.models.vision import place_rows
 
@@ -58,6 +63,14 @@ class Layer(TransformerLayer):
         if place < len(packed_seq_params.deepstack):
             hidden = hidden + packed_seq_params.deepstack[place]
         return hidden, context
+
+
+class Tables:
+    """What a multi-token-prediction head reads of the decoder: its RoPE tables and this micro-step's whole embeddings."""
+
+    def __init__(self, rotary_emb: nn.Module) -> None:
+        self.rotary_emb = rotary_emb
+        self.embed_tokens = SimpleNamespace(weight=None)
 
 
 class Stage(nn.Module):
@@ -89,6 +102,10 @@ class Stage(nn.Module):
             _adapt(layer, decoder.layers[number], self)
         self.tower = adapter.model.model.visual if shape.vision and self.first else None
         self.value_head = value_head if self.last else None
+        self.mtp = adapter.mtp if self.last else None
+        self.tables = Tables(decoder.rotary_emb)
+        if self.mtp is not None:
+            self.mtp.read_from(self.tables)
         self.recompute = False
 
     def forward(self, step: MicroStep, incoming: Tensor | None, program: Program) -> tuple[Tensor, Tensor | None]:
@@ -123,6 +140,7 @@ class Stage(nn.Module):
         fields = step.shard.fields
         position = fields["position"]
         position = position[None] if position.dim() == 1 else position[:, None]  # [1, T] or [3, 1, T]
+        position = position[None].expand(3, 1, -1) if self.shape.axes and position.dim() == 2 else position
         like = torch.empty(0, dtype=self.shape.dtype, device=position.device)
         cos, sin = self.rotary(like, position)
         params = StreamParams(
@@ -133,12 +151,16 @@ class Stage(nn.Module):
             total_tokens=None,
             adapter_ids=fields["adapter"] if self.routing is not None else None,
         )
+        if self.shape.delta is not None and "linear" not in step.context.scratch:
+            prepare_recurrent(step.context, like)  # once a micro-step: a recomputation meets the same one
         if not self.first:
             return params, None
         hidden_TE = self.gpt.embedding.word_embeddings(fields["input_ids"][None])[0]
         if self.tower is not None and step.media is not None:
             out = run_tower(self.tower, step.media, step.context)
-            features = [out.pooler_output, *out.deepstack_features]
+            features = [out.pooler_output, *(out.deepstack_features if self.shape.deepstack else ())]
+            if self.mtp is not None:
+                self.mtp.see(out.pooler_output, step.media, step.context)
             placed, *deepstack = place_rows(torch.cat(features, 1), step.media).chunk(len(features), 1)
             hidden_TE = hidden_TE.index_copy(0, step.media.positions, placed.to(hidden_TE.dtype))
             empty = torch.zeros_like(hidden_TE)
@@ -151,7 +173,18 @@ class Stage(nn.Module):
         hidden_TE = (hidden if self.rows is None else gather_whole(hidden, self.rows))[: step.context.info.num_local, 0]
         weight = gather_whole(self.head_weight, self.groups.tp)[: self.shape.vocab_size]
         value = None if self.value_head is None else self.value_head(hidden_TE)[:, 0]
-        return program.compute(hidden_TE, Head(weight, None, None), value, step)
+        return program.compute(hidden_TE, self._head(weight, step), value, step)
+
+    def _head(self, weight: Tensor, step: MicroStep) -> Head:
+        if self.mtp is None or not self.mtp.steps:
+            return Head(weight, None, None)
+        if self.shape.tied or not self.first:
+            self.tables.embed_tokens = SimpleNamespace(weight=weight)
+        else:
+            whole = gather_whole(self.gpt.embedding.word_embeddings.weight, self.groups.tp)
+            self.tables.embed_tokens = SimpleNamespace(weight=whole[: self.shape.vocab_size])
+        drafts = partial(self.mtp, shard=step.shard, context=step.context)
+        return Head(weight, None, None, drafts, weight if self.mtp.joint else weight.detach())
 
     @property
     def head_weight(self) -> Tensor:
@@ -165,12 +198,25 @@ def decoder_of(adapter: Adapter, shape: Shape) -> nn.Module:
     return adapter.model.model.language_model if shape.vision else adapter.model.model
 
 
-LINEARS: tuple[tuple[str, str, tuple[str, ...], Literal["one", "qkv", "stack"]], ...] = (
-    ("self_attention.linear_qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), "qkv"),
-    ("self_attention.linear_proj", "self_attn", ("o_proj",), "one"),
+Form = Literal["one", "qkv", "stack"]
+MLP: tuple[tuple[str, str, tuple[str, ...], Form], ...] = (
     ("mlp.linear_fc1", "mlp", ("gate_proj", "up_proj"), "stack"),
     ("mlp.linear_fc2", "mlp", ("down_proj",), "one"),
 )
+
+
+def _linears(shape: Shape, number: int) -> Iterator[tuple[str, str, tuple[str, ...], Form]]:
+    """(megatron-core's linear, Hugging Face's parent module, its linears there, how they are fused) of a layer."""
+    if number in shape.recurrent_layers:
+        by_kind = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        parts = ("in_proj_qkvz", "in_proj_ba") if shape.interleaved_delta else by_kind
+        yield "self_attention.linear_in", "linear_attn", parts, "stack"
+        yield "self_attention.linear_proj", "linear_attn", ("out_proj",), "one"
+    else:
+        form: Form = "stack" if shape.gated else "qkv"
+        yield "self_attention.linear_qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), form
+        yield "self_attention.linear_proj", "self_attn", ("o_proj",), "one"
+    yield from MLP
 
 
 def _adapt(layer: Layer, source: nn.Module, stage: Stage) -> None:
@@ -179,7 +225,7 @@ def _adapt(layer: Layer, source: nn.Module, stage: Stage) -> None:
     if stage.routing is None:
         return
     modules = dict(layer.named_modules())
-    for ours, parent, names, form in LINEARS:
+    for ours, parent, names, form in _linears(stage.shape, layer.layer_number - 1):
         linear = modules.get(ours)
         if linear is None:  # an expert block keeps Hugging Face's own
             continue
@@ -201,7 +247,7 @@ def _with_own_routers(step: MicroStep) -> MicroStep:
 
 def _gpt(stage: Stage, chunk: int, blocks: dict[int, Block], dtype: torch.dtype) -> GPTModel:
     shape, groups, rows = stage.shape, stage.groups, stage.rows
-    specs = [_layer_spec(shape, blocks if n in blocks else None, rows) for n in shape.stage(stage.number)]
+    specs = [_layer_spec(shape, n, blocks if n in blocks else None, rows) for n in shape.stage(stage.number)]
     # "GPTModel IS DEPRECATED", once a rank: the version is pinned for that reason
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     collection = ProcessGroupCollection()
@@ -211,7 +257,7 @@ def _gpt(stage: Stage, chunk: int, blocks: dict[int, Block], dtype: torch.dtype)
     collection.embd = None  # tied weights of two stages are summed by backend.py
     return GPTModel(
         transformer_config(shape, dtype),
-        TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm),
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=ZeroNorm if shape.zero_centred else Norm),
         vocab_size=shape.padded_vocab,
         max_sequence_length=1,  # only learned position tables read it
         pre_process=stage.first,
@@ -259,17 +305,20 @@ def transformer_config(shape: Shape, dtype: torch.dtype) -> TransformerConfig:
     )
 
 
-def _layer_spec(shape: Shape, blocks: dict[int, Block] | None, rows: Any) -> Any:
+def _layer_spec(shape: Shape, number: int, blocks: dict[int, Block] | None, rows: Any) -> Any:
     """megatron-core's local layer with our norm, linears and attention; an expert block where the layer has one."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     spec.module = Layer
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    layer.input_layernorm = layer.pre_mlp_layernorm = ZeroNorm if shape.zero_centred else Norm
     attention = layer.self_attention.submodules
     attention.linear_qkv = partial(Column, rows=rows)
     attention.linear_proj = partial(Row, rows=rows)
     attention.core_attention = partial(CoreAttention, windows=shape.windows)
     attention.q_layernorm = attention.k_layernorm = Norm if shape.qk_norm else IdentityOp
+    if shape.gated:
+        own = DeltaNet if number in shape.recurrent_layers else GatedAttention
+        layer.self_attention = ModuleSpec(module=own, params={"shape": shape, "rows": rows})
     if blocks is None:
         mlp = copy.copy(layer.mlp.keywords["submodules"])
         mlp.linear_fc1, mlp.linear_fc2 = partial(Column, rows=rows), partial(Row, rows=rows)

@@ -11,10 +11,11 @@ from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.megatron.options import refuse_options
 from longspan.errors import UserError
 from longspan.layout import Layout
+from longspan.mixers.linear import DeltaShape, heads_refusal
 from longspan.models.adapter import Adapter
 from longspan.models.experts import EXPERT_CLASSES, expert_modules
 
-__all__ = ["Shape", "shape_of"]
+__all__ = ["Shape", "own_delta", "shape_of"]
 
 FAMILIES = (
     "LlamaForCausalLM",
@@ -24,7 +25,14 @@ FAMILIES = (
     "Qwen3MoeForCausalLM",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
+
+HYBRID = ("Qwen3Next", "Qwen3_5")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,14 @@ class Shape:
     qkv_bias: bool
     tied: bool
     vision: bool
+    deepstack: bool
+    axes: bool  # text positions too have three axes
+    zero_centred: bool  # norms multiply by 1 + weight
+    gated: bool  # full attention with an output gate
+    recurrent_layers: tuple[int, ...]
+    delta: DeltaShape | None  # of the recurrent layers, all heads
+    conv_size: int
+    interleaved_delta: bool  # its projections go by key head
     windows: tuple[int | None, ...]  # by layer
     expert_layers: tuple[int, ...]
     tp: int
@@ -75,11 +91,14 @@ def shape_of(config: EngineConfig, adapter: Adapter, layout: Layout) -> Shape:
     text = adapter.model.config.get_text_config()
     vision = adapter.reader is not None
     layers = (adapter.model.model.language_model if vision else adapter.model.model).layers
-    attention = layers[0].self_attn
+    hybrid = adapter.family.startswith(HYBRID)
+    recurrent = tuple(n for n, layer in enumerate(layers) if "linear_attn" in dict(layer.named_children()))
+    attention = next(layer.self_attn for n, layer in enumerate(layers) if n not in recurrent)
+    delta = layers[recurrent[0]].linear_attn if recurrent else None
     experts = tuple(
         n for n, layer in enumerate(layers) if any(type(m).__name__ in EXPERT_CLASSES for m in layer.modules())
     )
-    names = {name for name, _ in layers[0].named_parameters()}
+    names = {name for layer in layers for name, _ in layer.named_parameters()}
     if "self_attn.o_proj.bias" in names or "mlp.down_proj.bias" in names:
         raise UserError(
             f"{adapter.family} with biases in o_proj or mlp is not built for backend='megatron'. Use backend='fsdp'"
@@ -93,12 +112,20 @@ def shape_of(config: EngineConfig, adapter: Adapter, layout: Layout) -> Shape:
         num_heads=adapter.num_heads,
         num_kv_heads=adapter.num_kv_heads,
         head_dim=adapter.head_dim,
-        ffn_size=text.intermediate_size,
+        ffn_size=text.to_dict().get("intermediate_size") or text.moe_intermediate_size,
         norm_eps=text.rms_norm_eps,
         qk_norm="self_attn.q_norm.weight" in names,
         qkv_bias=attention.q_proj.bias is not None,
         tied=adapter.model.get_output_embeddings().weight is adapter.model.get_input_embeddings().weight,
         vision=vision,
+        deepstack=vision and adapter.family.startswith("Qwen3VL"),
+        axes=adapter.family.startswith("Qwen3_5"),
+        zero_centred=hybrid,
+        gated=hybrid,
+        recurrent_layers=recurrent,
+        delta=None if delta is None else delta.shape,
+        conv_size=0 if delta is None else delta.conv1d.weight.shape[-1],
+        interleaved_delta=adapter.family.startswith("Qwen3Next"),
         windows=_windows(text.to_dict(), adapter.num_layers),
         expert_layers=experts,
         tp=layout.tp,
@@ -107,7 +134,7 @@ def shape_of(config: EngineConfig, adapter: Adapter, layout: Layout) -> Shape:
         sequence_parallel=layout.sequence_parallel,
         dtype=DTYPES[config.dtype],
     )
-    _refuse_sizes(adapter, layout, shape)
+    _refuse_sizes(adapter, layout, shape, config.mtp_steps)
     return shape
 
 
@@ -131,13 +158,24 @@ def _refuse_settings(config: EngineConfig, layout: Layout) -> None:
             raise UserError(f"{what} is not built for backend='megatron'. {way_out}")
 
 
-def _refuse_sizes(adapter: Adapter, layout: Layout, shape: Shape) -> None:
+def _refuse_sizes(adapter: Adapter, layout: Layout, shape: Shape, mtp_steps: int) -> None:
     if shape.num_layers % shape.num_stages:
         raise UserError(_stages_refusal(layout, shape.num_layers))
     if len(shape.expert_layers) < shape.num_layers:
         divides("tp", layout.tp, shape.ffn_size, "MLP columns")
     _refuse_experts(adapter, layout)
-    if shape.vision and shape.num_stages > 1:
+    if mtp_steps and layout.pp > 1 and (shape.vision or not shape.tied):
+        needs = "the vision tower" if shape.vision else "the embeddings, which are not tied to the output layer here"
+        raise UserError(
+            f"mtp_steps={mtp_steps} with pp={layout.pp}: the multi-token-prediction head on the last stage reads {needs}, "
+            "on the first. Set pp=1 or mtp_steps=0"
+        )
+    if shape.delta is not None:
+        divides("tp", layout.tp, shape.delta.key_heads, "key heads of its recurrent layers")
+        own = own_delta(shape.delta, layout.tp)
+        if layout.linear == "heads" and (reason := heads_refusal(layout.cp, own)):
+            raise UserError(f"at tp={layout.tp} {reason}")
+    if shape.deepstack and shape.num_stages > 1:
         deepest = len(adapter.model.config.vision_config.deepstack_visual_indexes)
         if deepest > len(shape.stage(0)):
             raise UserError(
@@ -158,6 +196,11 @@ def _refuse_experts(adapter: Adapter, layout: Layout) -> None:
             f"over data ranks, and tensor-parallel ranks repeat them. Use ep in ({', '.join(map(str, fitting))}) or "
             "change dp or cp"
         )
+
+
+def own_delta(whole: DeltaShape, tp: int) -> DeltaShape:
+    """A tensor-parallel rank's share of the heads of recurrent layers."""
+    return DeltaShape(whole.key_heads // tp, whole.value_heads // tp, whole.key_dim, whole.value_dim)
 
 
 def _stages_refusal(layout: Layout, layers: int) -> str:

@@ -14,6 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
@@ -24,6 +25,7 @@ __all__ = [
     "ColumnParallelLinear",
     "GPTModel",
     "IdentityOp",
+    "ModuleSpec",
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",

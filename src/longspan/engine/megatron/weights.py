@@ -3,9 +3,10 @@
 Every megatron-core parameter is made of this rank's parts of one or more Hugging Face tensors:
     one     the part itself
     qkv     query, key and value rows, interleaved by key-value group: [q1 q2 k1 v1 | q3 q4 k2 v2 | ...]
-    stack   gate rows over up rows
+    stack   parts over each other: gate over up rows, say
 A part is a chunk (as torch.chunk cuts) of the tensor along one dim over one axis, "tp" or "ep", or the whole. So parts
-are DTensor shards of Hugging Face tensors: checkpoints under these names load at any tp, pp, cp, dp and ep.
+are DTensor shards of Hugging Face tensors: checkpoints under these names load at any tp, pp, cp, dp and ep. A tensor
+of several segments has a chunk of each; such a part is no DTensor shard, and a checkpoint gathers the tensor.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,6 +36,9 @@ class Part:
     name: str
     axis: Literal["tp", "ep"] | None = None
     dim: int = 0
+    segments: tuple[
+        int, ...
+    ] = ()  # sizes along `dim`, each cut by itself (q, k and v of a recurrent layer in one tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class Entry:
 
     parts: tuple[Part, ...]
     form: Literal["one", "qkv", "stack"] = "one"
+    rows: tuple[int, ...] = ()  # of each part on this rank, for a stack of unequal parts
     partial: bool = False  # each tensor-parallel rank has a part of its gradient's sum
     copy: bool = False  # a second copy of a tied weight: loaded, stepped, but not counted or saved
 
@@ -101,12 +106,19 @@ def _layer(shape: Shape, theirs: str, number: int, *, rows: bool) -> dict[str, E
     table = {
         "input_layernorm.weight": Entry((Part(f"{theirs}input_layernorm.weight"),), partial=rows),
         "pre_mlp_layernorm.weight": Entry((Part(f"{theirs}post_attention_layernorm.weight"),), partial=rows),
-        "self_attention.linear_qkv.weight": columns("qkv", "weight", *qkv),
-        "self_attention.linear_proj.weight": Entry((Part(f"{theirs}self_attn.o_proj.weight", "tp", 1),)),
     }
+    if number not in shape.recurrent_layers:
+        table["self_attention.linear_qkv.weight"] = columns("qkv", "weight", *qkv)
+        table["self_attention.linear_proj.weight"] = Entry((Part(f"{theirs}self_attn.o_proj.weight", "tp", 1),))
+    if number in shape.recurrent_layers:
+        table |= _delta(shape, theirs)
+    elif shape.gated:
+        heads = shape.head_dim // shape.tp
+        rows_ = (2 * heads * shape.num_heads, heads * shape.num_kv_heads, heads * shape.num_kv_heads)
+        table["self_attention.linear_qkv.weight"] = replace(columns("stack", "weight", *qkv), rows=rows_)
     if shape.qkv_bias:
         table["self_attention.linear_qkv.bias"] = columns("qkv", "bias", *qkv)
-    if shape.qk_norm:  # each tensor-parallel rank normalises its own heads
+    if shape.qk_norm and number not in shape.recurrent_layers:  # each tensor-parallel rank normalises its own heads
         table |= {
             f"self_attention.{name}_layernorm.weight": Entry(
                 (Part(f"{theirs}self_attn.{name}_norm.weight"),), partial=True
@@ -119,23 +131,51 @@ def _layer(shape: Shape, theirs: str, number: int, *, rows: bool) -> dict[str, E
     return table
 
 
+def _delta(shape: Shape, theirs: str) -> dict[str, Entry]:
+    """A recurrent layer: its projections in one linear, every tensor cut by heads."""
+    assert shape.delta is not None
+    whole, text = shape.delta, f"{theirs}linear_attn."
+    channels, values = whole.channels, whole.value_heads * whole.value_dim
+    if shape.interleaved_delta:
+        parts = {"in_proj_qkvz": (sum(channels) + values, ()), "in_proj_ba": (2 * whole.value_heads, ())}
+    else:
+        heads = (whole.value_heads, ())
+        parts = {"in_proj_qkv": (sum(channels), channels), "in_proj_z": (values, ())}
+        parts |= {"in_proj_b": heads, "in_proj_a": heads}
+    return {
+        "self_attention.linear_in.weight": Entry(
+            tuple(Part(f"{text}{name}.weight", "tp", 0, segments) for name, (_, segments) in parts.items()),
+            "stack",
+            rows=tuple(size // shape.tp for size, _ in parts.values()),
+        ),
+        "self_attention.conv": Entry((Part(f"{text}conv1d.weight", "tp", 0, channels),)),
+        "self_attention.A_log": Entry((Part(f"{text}A_log", "tp"),)),
+        "self_attention.dt_bias": Entry((Part(f"{text}dt_bias", "tp"),)),
+        "self_attention.norm.weight": Entry((Part(f"{text}norm.weight"),), partial=True),
+        "self_attention.linear_proj.weight": Entry((Part(f"{text}out_proj.weight", "tp", 1),)),
+    }
+
+
 def _factor(name: str, shape: Shape, stage: "Stage") -> Entry:
     """A factor of an adapter: ...layers.<n>.<linear>.adapters.<part>.lora_A.<adapter>.weight."""
     linear, _, rest = name.partition(".adapters.")
     place, _, linear = linear.removeprefix("gpt.decoder.layers.").partition(".")
     number = shape.stage(stage.number)[int(place)]
     text = "model.language_model." if shape.vision else "model."
-    theirs = f"{text}layers.{number}.{'mlp' if linear.startswith('mlp.') else 'self_attn'}.{rest}"
-    column, down = linear.endswith(("linear_qkv", "linear_fc1")), ".lora_A." in rest
+    attention = "linear_attn" if number in shape.recurrent_layers else "self_attn"
+    theirs = f"{text}layers.{number}.{'mlp' if linear.startswith('mlp.') else attention}.{rest}"
+    column, down = linear.endswith(("linear_qkv", "linear_in", "linear_fc1")), ".lora_A." in rest
     if column:
-        return Entry((Part(theirs),), partial=shape.sequence_parallel) if down else Entry((Part(theirs, "tp"),))
+        segments = shape.delta.channels if shape.delta is not None and rest.startswith("in_proj_qkv.") else ()
+        up = Entry((Part(theirs, "tp", 0, segments),))
+        return Entry((Part(theirs),), partial=shape.sequence_parallel) if down else up
     return Entry((Part(theirs, "tp", 1),)) if down else Entry((Part(theirs),), partial=True)
 
 
 def _own_name(name: str, shape: Shape, stage: "Stage") -> str:
     if name.startswith("tower."):
         return "model.visual." + name.removeprefix("tower.")
-    if name.startswith("value_head."):
+    if name.startswith(("value_head.", "mtp.")):
         return name
     place, _, rest = name.removeprefix("gpt.decoder.layers.").partition(".")
     number = shape.stage(stage.number)[int(place)]
@@ -149,7 +189,7 @@ def split(value: Tensor, entry: Entry, shape: Shape) -> list[Tensor]:
         case "one":
             return [value]
         case "stack":
-            return list(value.chunk(2))
+            return list(value.split(entry.rows) if entry.rows else value.chunk(len(entry.parts)))
         case "qkv":
             groups = shape.num_kv_heads // shape.tp
             ratio = shape.num_heads // shape.num_kv_heads
@@ -175,6 +215,8 @@ def take(weights: Weights, part: Part, rows: int, group: CPGroup) -> Tensor:
     """This rank's chunk of a tensor with `rows` rows along the part's dim; the last one of an uneven cut gets zeros below."""
     if part.axis is None or group.size == 1:
         return weights.read(part.name)
+    if part.segments:
+        return torch.cat([_of_segment(weights, part, place, group) for place in range(len(part.segments))], part.dim)
     size = -(-rows // group.size)
     start = min(size * group.rank, rows)
     chunk = weights.read(part.name, part.dim, start, min(start + size, rows))
@@ -183,6 +225,12 @@ def take(weights: Weights, part: Part, rows: int, group: CPGroup) -> Tensor:
         return chunk
     assert part.dim == 0, "only a vocabulary is cut unevenly"
     return torch.cat([chunk, chunk.new_zeros(missing, *chunk.shape[1:])])
+
+
+def _of_segment(weights: Weights, part: Part, place: int, group: CPGroup) -> Tensor:
+    own = part.segments[place] // group.size
+    start = sum(part.segments[:place]) + own * group.rank
+    return weights.read(part.name, part.dim, start, start + own)
 
 
 def local(part_value: Tensor, part: Part, rows: int, group: CPGroup) -> Tensor:
@@ -198,7 +246,11 @@ def gather(part_value: Tensor, part: Part, rows: int, group: CPGroup) -> Tensor:
     if part.axis is None or group.size == 1:
         return part_value
     moved = part_value.movedim(part.dim, 0).contiguous()
-    return all_gather(moved, group)[:rows].movedim(0, part.dim).contiguous()
+    whole = all_gather(moved, group)[:rows]
+    if part.segments:
+        by_rank = [chunk.split([size // group.size for size in part.segments]) for chunk in whole.chunk(group.size)]
+        whole = torch.cat([chunk[place] for place in range(len(part.segments)) for chunk in by_rank])
+    return whole.movedim(0, part.dim).contiguous()
 
 
 def names_of(table: Mapping[str, Entry]) -> set[str]:
