@@ -113,3 +113,19 @@ def test_experts_stored_one_by_one_come_back_under_their_names(tmp_path: Path) -
     save_file(base | head, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="lack up_proj of expert 2"):
         load_model(str(tmp_path / "in"), torch.float32, 0)
+
+
+def test_a_config_that_does_not_name_its_head_still_loads_it(tmp_path: Path) -> None:
+    """Qwen3-Next's checkpoints have `mtp.*` tensors and a config that is silent about them."""
+    adapter, _ = load_model("tiny:qwen3_next_mtp", torch.float32, 0)
+    adapter.model.config.mtp_num_hidden_layers = None
+    adapter.model.save_pretrained(tmp_path)
+    base = load_file(tmp_path / "model.safetensors")
+    head = {f"mtp.{name}": value.detach().clone() for name, value in adapter.mtp.named_parameters()}
+    assert load_model(str(tmp_path), torch.float32, 0)[0].mtp is None
+    save_file(base | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = load_model(str(tmp_path), torch.float32, 0)[0].mtp
+    assert found is not None
+    assert {
+        f"mtp.{name}" for name, value in found.named_parameters() if torch.equal(value, head[f"mtp.{name}"])
+    } == head.keys()

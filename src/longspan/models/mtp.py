@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP) heads of Qwen3.5 checkpoints: `mtp.*`, which transformers drops on loading.
+"""Multi-token prediction (MTP) heads of Qwen3.5 and Qwen3-Next checkpoints: `mtp.*`, which transformers drops.
 
 Step j (from 1) of token t reads the hidden state of step j - 1 (step 0: the decoder's, after its final norm) and the
 embedding of token t + j, and predicts what token t + j predicts:
@@ -44,6 +44,8 @@ __all__ = ["MTPHead", "make_mtp_head", "mtp_declared", "mtp_exported", "mtp_tens
 
 PREFIX = "mtp."
 AHEAD = "mtp_ahead"  # in Context.scratch: (positions, features) of each step
+THREE_AXES = ("Qwen3_5TextRotaryEmbedding", "Qwen3_5MoeTextRotaryEmbedding")
+LAYER = re.compile(r"layers\.(\d+)\.")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # checkpoints that keep each expert apart
 
 
@@ -74,7 +76,9 @@ class MTPHead(nn.Module):
         if not self.joint:
             hidden, weight = hidden.detach(), weight.detach()
         position = shard.fields["position"]
-        axes = position[:, None] if position.dim() == 2 else position[None, None].expand(3, 1, -1)  # [3, 1, T_local]
+        axes = position[:, None] if position.dim() == 2 else position[None]  # [3, 1, T_local] or [1, T_local]
+        if position.dim() == 1 and type(decoder.rotary_emb).__name__ in THREE_AXES:
+            axes = axes.expand(3, 1, -1)
         rotation = decoder.rotary_emb(hidden[None], axes)
         found = []
         for step in range(self.steps):
@@ -95,20 +99,18 @@ class MTPHead(nn.Module):
 
 
 def make_mtp_head(model: PreTrainedModel, decoder: nn.Module, folder: str | None) -> MTPHead | None:
-    """The head that the config names, with the checkpoint's weights (`folder` None: random, the same on every rank).
+    """The head with the checkpoint's weights (`folder` None: random, the same on every rank).
 
-    None where the config names none or where the checkpoint was saved without it.
+    As many layers as the config says; Qwen3-Next's says nothing, then as the checkpoint has. None where it has none.
     """
     config = decoder.config
     values = config.to_dict()
-    num = values.get("mtp_num_hidden_layers") or 0
-    if not num:
+    tensors = None if folder is None else _read(folder)
+    num = values.get("mtp_num_hidden_layers") or _layers(tensors or {})
+    if not num or tensors == {}:
         return None
     if values.get("mtp_use_dedicated_embeddings"):
         raise UserError("mtp_use_dedicated_embeddings=True is not supported: the head reads the model's embeddings")
-    tensors = None if folder is None else _read(folder)
-    if tensors is not None and not tensors:
-        return None
     own = copy.deepcopy(config)
     own.layer_types, own.num_hidden_layers = ["full_attention"], 1
     own._experts_implementation = EXPERTS
@@ -192,6 +194,12 @@ def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 KINDS = ("gate", "up", "down")
+
+
+def _layers(tensors: Mapping[str, Tensor]) -> int:
+    """How many layers the names speak of."""
+    found = [int(match[1]) for match in map(LAYER.match, tensors) if match]
+    return 1 + max(found, default=-1)
 
 
 def _draw(head: MTPHead, std: float) -> None:

@@ -170,6 +170,11 @@ def _qwen3_next(**over: Any) -> PretrainedConfig:
     return Qwen3NextConfig(**{**TEXT, **HYBRID, **experts, **own, **named, **over})
 
 
+def _qwen3_next_mtp(**over: Any) -> PretrainedConfig:
+    """With a multi-token-prediction head of one layer, which has experts too."""
+    return _qwen3_next(**{"mtp_num_hidden_layers": 1, **over})
+
+
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 
@@ -232,6 +237,7 @@ TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen3_5_moe": _qwen3_5_moe,
     "qwen3_5_moe_mtp": _qwen3_5_moe_mtp,
     "qwen3_next": _qwen3_next,
+    "qwen3_next_mtp": _qwen3_next_mtp,
 }
 
 
