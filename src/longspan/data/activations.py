@@ -27,6 +27,7 @@ class Activations:
     compile: bool = False
     lora_width: int = 0
     plain_delta: bool = False
+    tiled: bool = False  # MLPs run tile by tile and keep nothing (engine/fsdp/tiled_mlp.py)
 
     def kept(self, recompute: str, size: int, *, offload: bool = False) -> float:
         """By the whole decoder, from forward to backward."""
@@ -113,6 +114,8 @@ class Activations:
 
     def _mlp(self) -> float:
         """Gate, its activation, up, and their product, which a trained down_proj reads."""
+        if self.tiled:
+            return 0.0
         return (3 if self.lora_width else 4) * self.shape.mlp * self.bytes_per_value
 
     def _experts(self) -> float:
@@ -126,5 +129,5 @@ class Activations:
         """Gradients alive at the top of a layer's backward, where all it kept is still there: hidden, once more in
         fp32, and one of the MLP's width (its matmul's input is freed as the next appears)."""
         shape, b = self.shape, self.bytes_per_value
-        wide = max(shape.mlp, shape.expert_mlp * shape.experts_per_token, shape.shared_mlp)
+        wide = max(0 if self.tiled else shape.mlp, shape.expert_mlp * shape.experts_per_token, shape.shared_mlp)
         return wide * b + shape.hidden * (b + 4)

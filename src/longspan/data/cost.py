@@ -12,6 +12,7 @@ window).
     experts      the routed experts' exchange over `ep` ranks
     exchange     the mixer's collectives, each kind with what its packing and its sums cost beside the travel; the slow
                  links count once c passes a node
+    offload      checkpoints on their way to the host and back, as far as FSDP's traffic would show as well
 
 and once a micro-step `step_s`: launches and what FSDP's traffic does not hide. Sums over samples give a row's time,
 which leaves out that a row of many short samples fills the GPU better than one of them alone. Only +, * and / of the
@@ -33,7 +34,7 @@ from longspan.errors import UserError
 
 MixerName = Literal["ulysses", "ring", "gather", "hybrid"]
 Recompute = Literal["none", "selective", "full"]
-PARTS = ("dense", "attention", "linear", "head", "vision", "experts", "exchange")
+PARTS = ("dense", "attention", "linear", "head", "vision", "experts", "exchange", "offload")
 FORWARDS = {"none": 3.0, "selective": 4.0, "full": 4.0}  # a backward counts as two forwards
 ATTENTION_BACKWARD = 2.5  # of its forward
 # Beside the travel itself, in bytes of ulysses's all-to-all: a ring merges partial outputs in fp32 at each hop, MERGED times
@@ -59,6 +60,7 @@ class CostModel:
     visual_share: float = 0.0  # visual tokens, of all
     image_tokens: int = 256  # visual tokens of one image: the tower attends within it
     ep: int = 1
+    offload: tuple[str, ...] = ()
     bytes_per_value: int = 2
     scale: float = 1.0  # measured over predicted, from the run before
 
@@ -95,6 +97,7 @@ class CostModel:
             "vision": share * self._vision_token_s(),
             "experts": share * self._expert_token_s(),
             "exchange": share * (self._exchange_bytes(size) / self._bytes_s(size)),
+            "offload": share * self._offload_token_s(),
         }
 
     @property
@@ -106,9 +109,11 @@ class CostModel:
         rate = machine.gather_bytes_s if inside else machine.node_exchange_bytes_s
         # bf16 weights gathered for forward and backward, fp32 gradients scattered once
         traffic = shape.weights * (gathers * self.bytes_per_value + (4.0 if gathers else 0.0)) / rate
+        # fp32 shards come from the host twice and their gradients go once; nothing hides that
+        host = 12.0 * shape.weights / self.num_ranks / machine.host_bytes_s if "parameters" in self.offload else 0.0
         waits = 3.0 * shape.layers * machine.latency_s if gathers else 0.0  # of FSDP's collectives
         exposed = 1.0 - machine.gather_overlap
-        return (machine.launch_s * shape.layers + (traffic + waits) * exposed) * self.scale
+        return (machine.launch_s * shape.layers + (traffic + waits) * exposed + host) * self.scale
 
     def _attention(self, lengths: np.ndarray, size: int) -> np.ndarray:
         shape, machine = self.shape, self.machine
@@ -154,6 +159,16 @@ class CostModel:
         # there and back, forward, backward and recomputed forward
         times = 2.0 * FORWARDS[self.recompute] / 1.5
         return times * sent * (self.ep - 1) / self.ep / self._bytes_s(self.ep)
+
+    def _offload_token_s(self) -> float:
+        """Each layer's input, and under selective attention's output, to the host and back."""
+        if "checkpoints" not in self.offload:
+            return 0.0
+        shape = self.shape
+        kept = shape.layers * shape.hidden
+        kept += shape.attention_layers * shape.heads * shape.head_dim if self.recompute == "selective" else 0
+        exposed = 1.0 - self.machine.gather_overlap
+        return 2.0 * kept * self.bytes_per_value * exposed / self.machine.host_bytes_s
 
     def _exchange_bytes(self, size: int) -> float:
         """Bytes that a rank sends for each of its own tokens, forward and backward, all softmax layers; MERGED and

@@ -30,6 +30,7 @@ class Machine:
     gather_overlap: float  # share of FSDP's traffic hidden behind compute
     launch_s: float  # host time of one layer's forward + backward, exposed once a micro-step
     latency_s: float  # of a small collective
+    host_bytes_s: float  # between a GPU and pinned host memory, one way
 
     def __post_init__(self) -> None:
         for item in fields(self):

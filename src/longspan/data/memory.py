@@ -46,18 +46,20 @@ class MemoryModel:
         0  # inputs and ranks of the adapted linear layers of one decoder layer, summed; the rest is frozen
     )
     compile: bool = False
+    mlp_tile: int = 0  # tokens of a tile; 0: MLPs run on whole rows
     plain_delta: bool = False  # recurrent layers run on plain torch, not on fla
     head_chunk_bytes: int = HEAD_CHUNK_BYTES
     slack: float = 0.01
 
-    @property
-    def activations(self) -> Activations:
+    def activations(self, tokens: int) -> Activations:
+        """What autograd keeps a token, on a rank with so many."""
         return Activations(
             self.shape,
             self.bytes_per_value,
             compile=self.compile and "checkpoints" not in self.offload,
             lora_width=self.lora_width,
             plain_delta=self.plain_delta,
+            tiled=0 < self.mlp_tile < tokens,
         )
 
     def parts(self, tokens: int, size: int = 1) -> dict[str, float]:
@@ -70,9 +72,10 @@ class MemoryModel:
     def moments(self, tokens: int, size: int = 1) -> dict[str, dict[str, float]]:
         """Beside what is always there: bytes by cause at each moment that may be the peak."""
         shape, b, wide = self.shape, self.bytes_per_value, max(4, self.bytes_per_value)
+        activations = self.activations(tokens)
         kept = {
             "gathered": self._gathered(),
-            "activations": tokens * self.activations.kept(self.recompute, size, offload="checkpoints" in self.offload),
+            "activations": tokens * activations.kept(self.recompute, size, offload="checkpoints" in self.offload),
             "vision": self._vision(tokens),
         }
         layer = self._layer_weights
@@ -83,7 +86,7 @@ class MemoryModel:
             "head": kept | {"head": self._head(tokens)},
             "layer": kept
             | {
-                "layer": tokens * self.activations.backward(self.recompute, size),
+                "layer": tokens * activations.backward(self.recompute, size) + self._tile(tokens),
                 "layer gradients": reducing + held,
                 "exchange": exchange,
             },
@@ -181,6 +184,13 @@ class MemoryModel:
         gradient = shape.vocab * shape.hidden * wide if self.head_trained else 0.0
         return rows + max(chunk, gradient * b / wide) + gradient
 
+    def _tile(self, tokens: int) -> float:
+        """One tile's gate, up, activation, product and their gradients; the three matrices' gradients add up in fp32."""
+        shape = self.shape
+        if not 0 < self.mlp_tile < tokens:
+            return 0.0
+        return 7.0 * self.mlp_tile * shape.mlp * self.bytes_per_value + 3.0 * shape.mlp * shape.hidden * 4
+
     def _exchange(self, tokens: int, size: int) -> float:
         if size == 1:
             return 0.0
@@ -195,5 +205,5 @@ class MemoryModel:
         visual = tokens * self.visual_share
         features = (1 + vision.deepstack) * 3 * self.shape.hidden * b
         pixels = vision.patch_values * (4 + b) + 3 * vision.hidden * b
-        patch = self.activations.vision_patch(self.recompute) + pixels
+        patch = self.activations(tokens).vision_patch(self.recompute) + pixels
         return visual * (vision.merge * patch + features)

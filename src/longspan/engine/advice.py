@@ -23,10 +23,13 @@ __all__ = ["Candidate", "Request", "advise", "bound_s", "cost_of", "explain", "m
 
 MOST_GIB = 2**14  # of a GPU that anyone could be advised to get
 
-POLICIES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("none", ()),
-    ("selective", ()),
-    ("full", ()),
+Policy = tuple[str, tuple[str, ...]]  # recompute and offload of EngineConfig
+POLICIES: tuple[Policy, ...] = (("none", ()), ("selective", ()), ("full", ()))
+OFFLOADING: tuple[Policy, ...] = (  # tried where nothing fits the GPUs
+    ("selective", ("checkpoints",)),
+    ("full", ("checkpoints",)),
+    ("full", ("checkpoints", "optimizer")),
+    ("full", ("checkpoints", "parameters")),
 )
 
 
@@ -74,20 +77,33 @@ def advise(request: Request) -> list[Candidate]:
 
     Raises UserError where nothing fits, with the smallest change that would.
     """
-    found = [
-        _evaluate(request, layout, dynamic=dynamic, recompute=recompute, offload=offload)
-        for layout, dynamic in _layouts(request)
-        for recompute, offload in POLICIES
-    ]
-    found.sort(key=lambda c: (c.makespan_s, c.layout.cp, len(c.offload), POLICIES.index((c.recompute, c.offload))))
+    found = _evaluated(request, POLICIES)
+    if found[0].plan is None:
+        found = sorted([*_evaluated(request, OFFLOADING), *found], key=_order)
     if found[0].plan is None:
         raise UserError(_smallest_change(request, found))
     return found
 
 
+def _evaluated(request: Request, policies: Sequence[Policy]) -> list[Candidate]:
+    """Every layout under every policy, the fastest first."""
+    found = [
+        _evaluate(request, layout, dynamic=dynamic, recompute=recompute, offload=offload)
+        for layout, dynamic in _layouts(request)
+        for recompute, offload in policies
+    ]
+    return sorted(found, key=_order)
+
+
+def _order(candidate: Candidate) -> tuple[float, int, int, int]:
+    policies = [*POLICIES, *OFFLOADING]
+    number = policies.index((candidate.recompute, candidate.offload))
+    return candidate.makespan_s, candidate.layout.cp, len(candidate.offload), number
+
+
 def bound_s(request: Request, candidate: Candidate) -> float:
     """No plan under this candidate's policy is faster, whatever the sizes."""
-    cost = cost_of(request, candidate.layout, candidate.recompute)
+    cost = cost_of(request, candidate.layout, candidate.recompute, candidate.offload)
     sizes = _sizes(request, candidate.layout)
     limits = Limits(request.gpus, 1, max(candidate.budget, 2), candidate.layout.index, sizes)
     return lower_bound(request.lengths, limits, cost)
@@ -152,7 +168,7 @@ def explain(request: Request, found: Sequence[Candidate]) -> list[str]:
 
 def _why_size(request: Request, best: Candidate) -> str:
     """What the longest and the middle sample cost at each CP size, in GPU-seconds against the cheapest."""
-    cost, index = cost_of(request, best.layout, best.recompute), best.layout.index
+    cost, index = cost_of(request, best.layout, best.recompute, best.offload), best.layout.index
     ordered, parts = sorted(request.lengths), []
     for length in dict.fromkeys((ordered[-1], ordered[len(ordered) // 2])):
         sizes = few_sizes(_sizes(request, best.layout))
@@ -165,7 +181,7 @@ def _why_size(request: Request, best: Candidate) -> str:
     return "GPU time of a sample by CP size, against the least: " + "; ".join(parts)
 
 
-def cost_of(request: Request, layout: Layout, recompute: str) -> CostModel:
+def cost_of(request: Request, layout: Layout, recompute: str, offload: tuple[str, ...] = ()) -> CostModel:
     return CostModel(
         request.shape,
         request.machine,
@@ -176,6 +192,7 @@ def cost_of(request: Request, layout: Layout, recompute: str) -> CostModel:
         recompute=recompute,
         trained_share=request.trained_share,
         visual_share=request.visual_share,
+        offload=offload,
         bytes_per_value=request.bytes_per_value,
     )
 
@@ -198,7 +215,7 @@ def _evaluate(
     blank = Candidate(layout, dynamic, recompute, offload)
     memory = memory_of(request, recompute, offload)
     sizes = _sizes(request, layout) if dynamic else None
-    cost = cost_of(request, layout, recompute)
+    cost = cost_of(request, layout, recompute, offload)
     try:
         room = memory.budget(request.memory_gib, size=layout.cp)
         budget = min(room, _enough(request, layout))
@@ -241,11 +258,13 @@ def _smallest_change(request: Request, found: Sequence[Candidate]) -> str:
     change = " or ".join(ways) or "a smaller model, or a shorter sample: no memory and no number of GPUs helps"
     return (
         f"no layout of {request.gpus} GPUs with {request.memory_gib:g} GiB each runs the longest sample ({max(request.lengths)} "
-        f"tokens). The smallest change that would: {change} (recompute='full'). The closest layout says: {found[0].reason}"
+        f"tokens), not even with recompute='full' and checkpoints and parameters on the host. The smallest change that would: {change}. "
+        f"The closest layout says: {found[0].reason}"
     )
 
 
 def _runs(request: Request) -> bool:
-    """Whether the layout that needs least, all GPUs on each sample and everything recomputed, can run."""
+    """Whether the layout that needs least can run: all GPUs on each sample, under the leanest policies."""
     layout = mixer_for(request, Layout(cp=request.gpus)).layout
-    return _evaluate(request, layout, dynamic=False, recompute="full", offload=()).plan is not None
+    lean = [("full", ()), *OFFLOADING]
+    return any(_evaluate(request, layout, dynamic=False, recompute=r, offload=o).plan is not None for r, o in lean)

@@ -105,7 +105,7 @@ class Bench:
 
     def alone(self, base: Machine) -> Found:
         """The constants that one rank shows, in the order in which each needs those before it."""
-        found = self.attention() | self.delta()
+        found = self.attention() | self.delta() | self.host()
         machine = replace(base, **found)
         decoder, check = self.decoder(machine)
         machine = replace(machine, **decoder)
@@ -158,6 +158,13 @@ class Bench:
             torch.autograd.grad(out, (mixed, b, a, conv, decay, bias), torch.ones_like(out))
 
         return {"linear_token_s": self.seconds(run) / (tokens * heads * shape.value_dim / 128)}
+
+    def host(self) -> dict[str, float]:
+        """Between the device and pinned memory; on a CPU from memory to memory."""
+        where, size = self.here.device, self.sizes.message
+        there = torch.empty(size, dtype=torch.uint8, pin_memory=where.type == "cuda")
+        here = torch.empty(size, dtype=torch.uint8, device=where)
+        return {"host_bytes_s": size / self.seconds(lambda: here.copy_(there, non_blocking=True))}
 
     def decoder(self, machine: Machine) -> tuple[dict[str, float], Callable[[Machine], tuple[str, float, float]]]:
         """Dense layers, the head and the fixed time of a micro-step; and a check by a row of one document."""

@@ -139,7 +139,7 @@ def _positive(word: str, text: str) -> int:
 
 def _report(request: Request, found: Sequence[Candidate]) -> dict[str, Any]:
     best = found[0]
-    cost = cost_of(request, best.layout, best.recompute)
+    cost = cost_of(request, best.layout, best.recompute, best.offload)
     assert best.plan is not None, "advise raises where nothing fits"
     steps = [
         [
@@ -192,7 +192,7 @@ def _sizes(candidate: Candidate) -> dict[int, int]:
 
 def _bottleneck(request: Request, candidate: Candidate) -> str:
     """The largest part of the time and of the memory: what to look at next."""
-    cost = cost_of(request, candidate.layout, candidate.recompute)
+    cost = cost_of(request, candidate.layout, candidate.recompute, candidate.offload)
     totals: dict[str, float] = {}
     for rows in candidate.plan.micro_steps if candidate.plan else ():
         for row in rows:
@@ -246,7 +246,7 @@ def _draw(request: Request, found: Sequence[Candidate], path: Path) -> None:
     figure = Figure(figsize=(10, 1 + 0.4 * request.gpus))
     FigureCanvasAgg(figure)
     axes, start = figure.subplots(), 0.0
-    cost = cost_of(request, found[0].layout, found[0].recompute)
+    cost = cost_of(request, found[0].layout, found[0].recompute, found[0].offload)
     for rows in steps:
         for row in rows:
             left = start

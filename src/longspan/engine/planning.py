@@ -163,6 +163,7 @@ def memory_model(
         visual_share=visual_share,
         lora_width=lora_width(adapter.units()[0]),
         compile=config.compile,
+        mlp_tile=config.mlp_tile,
         plain_delta=choose_delta_kernel(device, DTYPES[config.dtype]).name != "fla",
     )
 
@@ -184,6 +185,7 @@ def _cost_model(shape: ModelShape, config: EngineConfig, layout: Layout, ranks: 
         ulysses=layout.ulysses,
         recompute=config.recompute,
         ep=layout.ep,
+        offload=config.offload,
         bytes_per_value=WIDTHS[config.dtype],
     )
 
