@@ -24,7 +24,7 @@ from longspan.parity.checks import ALL_CHECKS, STEP, Findings, Plan, Truth, chec
 from longspan.parity.faults import planted
 from longspan.parity.probe import Probe, make_probes
 from longspan.parity.reference import Reference
-from longspan.parity.samples import default_samples, fill_fields
+from longspan.parity.samples import default_samples, fill_fields, special_ids, text_ids
 
 ORACLE_DTYPE = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 UNSHARDED = "dp1"
@@ -161,16 +161,10 @@ def answers(reference: Reference, plan: Plan) -> Truth:
 
 def probes_of(reference: Reference, samples: Sequence[Sample]) -> list[Probe]:
     """Leak probes for this model: the value loss where there is a value head, else cross-entropy on an untied head."""
-    config = reference.model.config
-    media = reference.media
-    special = []
-    if media.vision is not None:
-        special = [media.image_id, media.video_id, config.vision_start_token_id, config.vision_end_token_id]
-    vocabulary = config.get_text_config().vocab_size
     return make_probes(
         samples,
-        text_ids=min([vocabulary, *special]),
-        special=special,
+        text_ids=text_ids(reference),
+        special=special_ids(reference),
         embedding=name_of(reference, reference.model.get_input_embeddings().weight),
         loss="value" if reference.value_head is not None else "cross_entropy",
     )

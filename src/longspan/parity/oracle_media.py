@@ -7,15 +7,18 @@ needs torchvision, so frames are resized with PIL, scaled by HF's image processo
 in the documented order.
 """
 
+from pathlib import Path
+
 import numpy as np
 import PIL.Image
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from longspan.data import Image, Sample, Video
 
+PREPROCESSOR = "preprocessor_config.json"
 MAX_TOKENS = 16384  # Qwen3-VL's own limit an image, where no preprocessor file says otherwise
 
 
@@ -27,7 +30,8 @@ class MediaInputs:
         if self.vision is None:
             return
         self.image_id, self.video_id = config.image_token_id, config.video_token_id
-        if name.startswith("tiny:"):
+        folder = Path(name)
+        if name.startswith("tiny:") or (folder.is_dir() and not (folder / PREPROCESSOR).exists()):
             area = (self.vision.patch_size * self.vision.spatial_merge_size) ** 2
             self.processor = Qwen2VLImageProcessorPil(
                 patch_size=self.vision.patch_size,
@@ -38,7 +42,7 @@ class MediaInputs:
                 image_std=[0.5] * 3,
             )
         else:
-            self.processor = AutoImageProcessor.from_pretrained(name, backend="pil")
+            self.processor = Qwen2VLImageProcessorPil.from_pretrained(name)
 
     def tensors(self, sample: Sample) -> dict[str, Tensor]:
         """pixel_values [P, C], image_grid_thw [n, 3] and their video counterparts; empty for a text sample."""

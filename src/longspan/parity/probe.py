@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.data import Sample
+from longspan.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +30,22 @@ class Probe:
 
 
 def make_probes(
-    samples: Sequence[Sample], *, text_ids: int, special: Sequence[int], embedding: str, loss: str, most: int = 3
+    samples: Sequence[Sample], *, text_ids: Tensor, special: Sequence[int], embedding: str, loss: str, most: int = 3
 ) -> list[Probe]:
     """Probes of up to `most` documents of 2 tokens or more: the longest, the first, and those spread between.
 
-    text_ids: ids below this are plain text. special: media ids, which keep their places in every document.
+    text_ids: ids of plain text. special: media ids, which keep their places in every document.
     """
-    share = text_ids // len(samples)
+    share = len(text_ids) // len(samples)
     if share < 2:
-        raise ValueError(f"{len(samples)} documents do not fit {text_ids} ids: check fewer samples at once")
+        raise UserError(
+            f"{len(samples)} documents need 2 ids of text each for the leak probe, the vocabulary has {len(text_ids)}. "
+            "Check fewer samples at once"
+        )
+    own_ids = [text_ids[number * share : (number + 1) * share] for number in range(len(samples))]
     # cross-entropy reaches a tied embedding through the head too: then the changed document trains nothing
     silent = loss != "value"
-    documents = [_renamed(sample, number * share, share, special) for number, sample in enumerate(samples)]
+    documents = [_renamed(sample, ids, special) for sample, ids in zip(samples, own_ids, strict=True)]
     able = [number for number, sample in enumerate(documents) if len(sample) > 1 and _text_places(sample, special)]
     able.sort(key=lambda number: -len(documents[number]))
     probes = []
@@ -51,7 +56,7 @@ def make_probes(
         if silent:
             before[document] = _with(before[document], mask=torch.zeros(len(before[document])))
         after = list(before)
-        after[document] = _changed(before[document], place, document * share, share)
+        after[document] = _changed(before[document], place, own_ids[document])
         outside = sorted({int(i) for n, s in enumerate(documents) if n != document for i in s.input_ids} - set(special))
         name = f"token {place} of sample {document}"
         probes.append(Probe(name, document, before, after, outside, embedding, loss))
@@ -62,19 +67,20 @@ def _text_places(sample: Sample, special: Sequence[int]) -> list[int]:
     return [place for place, token in enumerate(sample.input_ids.tolist()) if token not in special]
 
 
-def _renamed(sample: Sample, first: int, share: int, special: Sequence[int]) -> Sample:
-    """Text ids moved into first .. first + share - 1, every token trained; media ids and media stay."""
+def _renamed(sample: Sample, own: Tensor, special: Sequence[int]) -> Sample:
+    """Text ids out of `own`, every token trained; media ids and media stay."""
     kept = torch.isin(sample.input_ids, torch.tensor(list(special), dtype=torch.int64))
-    ids = torch.where(kept, sample.input_ids, first + sample.input_ids % share)
-    targets = first + sample.target_ids.clamp(min=0) % share
+    ids = torch.where(kept, sample.input_ids, own[sample.input_ids % len(own)])
+    targets = own[sample.target_ids.clamp(min=0) % len(own)]
     mask = sample.mask if bool(kept.any()) else torch.ones(len(sample))
     fields = {name: value for name, value in sample.fields.items() if name in ("return", "temperature")}
     return Sample(ids, targets, mask, fields=fields, media=sample.media, group=sample.group)
 
 
-def _changed(sample: Sample, place: int, first: int, share: int) -> Sample:
+def _changed(sample: Sample, place: int, own: Tensor) -> Sample:
     ids: Tensor = sample.input_ids.clone()
-    ids[place] = first + (ids[place] - first + 1) % share
+    number = int((own == ids[place]).nonzero())
+    ids[place] = own[(number + 1) % len(own)]
     return _with(sample, ids=ids)
 
 

@@ -43,7 +43,8 @@ def _tokens(
     reference: Reference, number: int, length: int, generator: torch.Generator
 ) -> tuple[Tensor, list[Image | Video], list[int]]:
     """length + 1 ids, the media, and the places where the policy sampled a placeholder."""
-    tokens = torch.randint(0, _text_ids(reference), (length + 1,), generator=generator)
+    text = text_ids(reference)
+    tokens = text[torch.randint(0, len(text), (length + 1,), generator=generator)]
     if reference.media.vision is None:
         return tokens, [], []
     factor = reference.media.vision.patch_size * reference.media.vision.spatial_merge_size
@@ -66,21 +67,28 @@ def _tokens(
     return tokens, media, sampled
 
 
-def _text_ids(reference: Reference) -> int:
-    """Ids below this are plain text: tiny VLMs keep their media ids at the end of the vocabulary."""
-    vocabulary = reference.model.config.get_text_config().vocab_size
+def special_ids(reference: Reference) -> list[int]:
+    """Placeholders and vision markers, wherever in the vocabulary they stand."""
     if reference.media.vision is None:
-        return vocabulary
-    return min(vocabulary, reference.media.image_id, reference.media.video_id)
+        return []
+    config = reference.model.config
+    return [config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
+
+
+def text_ids(reference: Reference) -> Tensor:
+    """All other ids, ascending."""
+    ids = torch.arange(reference.model.config.get_text_config().vocab_size)
+    return ids[~torch.isin(ids, torch.tensor(special_ids(reference), dtype=torch.int64))]
 
 
 def _run(reference: Reference, media: Image | Video, generator: torch.Generator) -> Tensor:
     """Placeholders between their markers; before each frame group of a video two ids of text, its timestamp."""
     config, groups = reference.model.config, reference.media.visual_tokens(media)
+    text = text_ids(reference)
     pieces: list[int] = []
     for length in groups:
         if isinstance(media, Video):
-            pieces += torch.randint(0, _text_ids(reference), (2,), generator=generator).tolist()
+            pieces += text[torch.randint(0, len(text), (2,), generator=generator)].tolist()
         mark = config.video_token_id if isinstance(media, Video) else config.image_token_id
         pieces += [config.vision_start_token_id, *[mark] * length, config.vision_end_token_id]
     return torch.tensor(pieces)

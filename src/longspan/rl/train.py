@@ -128,21 +128,22 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
     prepare_once(job, here)
     folder = Path(job.run.folder)
     engine_config = replace(job.engine, model=job.engine.model.replace("{run}", str(folder)))
-    engine = Engine.build(engine_config)
     description = describe(job)
     if here.rank == 0:
         start_folder(folder, recipe, description)
-        for line in start_lines(engine):
-            print(line, flush=True)
-    run = Run(job.run, engine, job.stages)
-    run.begin(description)
     results: dict[str, Any] = {"folder": str(folder)}
-    if certificate is not None:  # before step 1
+    if certificate is not None:  # before step 1, and before the run's own engine takes its memory
         proof = certificate(engine_config)
         results["certified"] = proof["passed"]
         if here.rank == 0:
             (folder / "certificate.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
             print(f"certificate: parity {'holds' if proof['passed'] else 'MISSED, see certificate.json'}", flush=True)
+    engine = Engine.build(engine_config)
+    if here.rank == 0:
+        for line in start_lines(engine):
+            print(line, flush=True)
+    run = Run(job.run, engine, job.stages)
+    run.begin(description)
     job.train(engine, run)
     run.finish()
     results["stopped"] = run.stopped
