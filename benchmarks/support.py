@@ -166,7 +166,7 @@ def _cell(name: str, told: Sequence[Any]) -> dict[str, Any]:
     return figures
 
 
-def run_all(models: Sequence[str], only: Sequence[str], out: Path, jobs: int, budget_s: float) -> None:
+def run_all(models: Sequence[str], only: Sequence[str], out: Path, jobs: int, budget_s: float, commit: str) -> None:
     """One process a family, `jobs` at once; what is not done after the budget stays missing."""
     parts = out.with_suffix(".parts")
     deadline = time.monotonic() + budget_s
@@ -192,6 +192,7 @@ def run_all(models: Sequence[str], only: Sequence[str], out: Path, jobs: int, bu
         list(pool.map(one, models))
     families = {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(parts.glob("*.json"))}
     record = {"what": "longspan parity in fp64, CPU over gloo", **provenance(ROOT), "families": families}
+    record["commit"] = commit or record["commit"]
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -263,6 +264,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=5, help="families at once")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds of wall time")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "support.json")
+    parser.add_argument("--commit", default="", help="commit of this tree where it is no git checkout")
     parser.add_argument("--fresh", action="store_true", help="forget the finished cells of the named families")
     parser.add_argument("--table", type=Path, help="render this file")
     parser.add_argument("--readme", type=Path, help="with --table: put it between the markers of this file")
@@ -283,7 +285,7 @@ def main() -> int:
     if unknown := sorted(set(models) - set(TINY)):
         raise UserError(f"--models {unknown} are no tiny families. Use some of {', '.join(TINY)}.")
     unfold(asked.out, asked.out.with_suffix(".parts"), models if asked.fresh else ())
-    run_all(models, only, asked.out, asked.jobs, asked.budget)
+    run_all(models, only, asked.out, asked.jobs, asked.budget, asked.commit)
     return 0
 
 
