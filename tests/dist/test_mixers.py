@@ -100,7 +100,7 @@ def no_reorder(prepared: object) -> object:
 def lost_step(prepared: object) -> object:
     """A ring that stops one step early."""
     assert isinstance(prepared, RingPrepared)
-    return replace(prepared, _steps={None: prepared.steps(None)[:-1]})
+    return replace(prepared, steps=lambda window: prepared.steps(window)[:-1])
 
 
 def first_copy_only(grad: Tensor, slots: tuple[int, ...], kv_heads: int) -> Tensor:

@@ -8,8 +8,8 @@ A sink is one more logit per head with value 0: out' = out * sigmoid(lse - sink)
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from longspan.mixers.kernels import Kernel
 from longspan.mixers.merge import PartialSoftmax, Sum
 from longspan.mixers.precision import accumulator
 
-__all__ = ["AttentionCache", "Mixer", "Prepared", "Saved", "SizeCheck", "Work", "core_attention"]
+__all__ = ["AttentionCache", "ByWindow", "Mixer", "Prepared", "Saved", "SizeCheck", "Work", "core_attention"]
 
 SizeCheck = Callable[[int], str | None]  # cp size -> why it does not work, None when it does
 
@@ -79,6 +79,22 @@ class Mixer(Protocol):
     ) -> Tensor:
         """Causal attention of the row's tokens; differentiable in q, k, v, sink. Collective."""
         ...
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class ByWindow(Generic[T]):
+    """A row's calls by window: the first layer with a new window makes them."""
+
+    make: Callable[[int | None], T]
+    _made: dict[int | None, T] = field(default_factory=dict)
+
+    def __call__(self, window: int | None) -> T:
+        if window not in self._made:
+            self._made[window] = self.make(window)
+        return self._made[window]
 
 
 Park = Callable[[Tensor], Callable[[], Tensor]]  # puts a tensor away; the function brings it back, once

@@ -8,7 +8,7 @@ to the run's end: bottom-right causal.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from longspan.layout.index import inverse
 from longspan.layout.mesh import CPGroup
 from longspan.layout.seqinfo import Run, SeqInfo
 from longspan.mixers.attention import (
+    ByWindow,
     Saved,
     SizeCheck,
     Upstream,
@@ -37,17 +38,10 @@ __all__ = ["Gather", "GatherPrepared"]
 
 @dataclass(slots=True, eq=False)
 class GatherPrepared:
-    """The calls, by window: the first layer with a new window makes them."""
+    """The calls: query rows are local, key rows are those of the gathered keys (rank order)."""
 
     info: SeqInfo
-    device: torch.device
-    _calls: dict[int | None, tuple[Call, ...]] = field(default_factory=dict)
-
-    def calls(self, window: int | None) -> tuple[Call, ...]:
-        """Query rows are local, key rows are those of the gathered keys (rank order)."""
-        if window not in self._calls:
-            self._calls[window] = _make_calls(self.info, window, self.device)
-        return self._calls[window]
+    calls: ByWindow[tuple[Call, ...]]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> tuple[Tensor, Tensor]:
         """See attention.Prepared."""
@@ -82,7 +76,7 @@ class Gather:
         """The calls without a window; those of windowed layers follow at their first use."""
         if info.size == 1:
             return Local().prepare(info, device)
-        prepared = GatherPrepared(info, device)
+        prepared = GatherPrepared(info, ByWindow(lambda window: _make_calls(info, window, device)))
         prepared.calls(None)
         return prepared
 

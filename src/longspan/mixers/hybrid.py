@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.layout.resolve import ulysses_refusal
 from longspan.layout.seqinfo import SeqInfo, make_seqinfo
-from longspan.mixers.attention import Saved, SizeCheck, Work, core_attention
+from longspan.mixers.attention import Saved, SizeCheck, Work
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.local import Local, LocalPrepared
 from longspan.mixers.ring import Ring
@@ -57,7 +57,4 @@ class Hybrid:
         saved: Saved | None = None,
     ) -> Tensor:
         """See attention.Mixer."""
-        work = Work(kernel, scale, window)
-        if isinstance(prepared, LocalPrepared):
-            return core_attention(prepared, q, k, v, work=work, sink=sink, saved=saved)
-        return swap_attention(prepared, q, k, v, work=work, sink=sink, saved=saved)
+        return swap_attention(prepared, q, k, v, work=Work(kernel, scale, window), sink=sink, saved=saved)

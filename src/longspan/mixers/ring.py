@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longspan.layout.seqinfo import SeqInfo, runs
 from longspan.mixers.attention import (
+    ByWindow,
     Saved,
     SizeCheck,
     Upstream,
@@ -37,18 +38,11 @@ __all__ = ["Ring", "RingPrepared"]
 
 @dataclass(slots=True, eq=False)
 class RingPrepared:
-    """The calls of each step, by window: the first layer with a new window makes them."""
+    """The calls of step 0, 1, ...: as many steps on every rank."""
 
     info: SeqInfo
-    device: torch.device
     transport: Transport
-    _steps: dict[int | None, tuple[tuple[Call, ...], ...]] = field(default_factory=dict)
-
-    def steps(self, window: int | None) -> tuple[tuple[Call, ...], ...]:
-        """The calls of step 0, 1, ...: as many steps on every rank."""
-        if window not in self._steps:
-            self._steps[window] = _make_steps(self.info, window, self.device)
-        return self._steps[window]
+    steps: ByWindow[tuple[tuple[Call, ...], ...]]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> tuple[Tensor, Tensor]:
         """See attention.Prepared."""
@@ -99,7 +93,7 @@ class Ring:
         """The steps without a window; those of windowed layers follow at their first use."""
         if info.size == 1:
             return Local().prepare(info, device)
-        prepared = RingPrepared(info, device, self.transport)
+        prepared = RingPrepared(info, self.transport, ByWindow(lambda window: _make_steps(info, window, device)))
         prepared.steps(None)
         return prepared
 

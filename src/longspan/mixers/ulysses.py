@@ -66,10 +66,7 @@ class Ulysses:
         saved: Saved | None = None,
     ) -> Tensor:
         """See attention.Mixer."""
-        work = Work(kernel, scale, window)
-        if isinstance(prepared, LocalPrepared):
-            return core_attention(prepared, q, k, v, work=work, sink=sink, saved=saved)
-        return swap_attention(prepared, q, k, v, work=work, sink=sink, saved=saved)
+        return swap_attention(prepared, q, k, v, work=Work(kernel, scale, window), sink=sink, saved=saved)
 
 
 def exchange(
@@ -90,7 +87,7 @@ def exchange(
 
 
 def swap_attention(
-    prepared: UlyssesPrepared,
+    prepared: UlyssesPrepared | LocalPrepared,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -99,7 +96,9 @@ def swap_attention(
     sink: Tensor | None,
     saved: Saved | None,
 ) -> Tensor:
-    """Tokens to heads, the inner attention, heads to tokens."""
+    """Tokens to heads, the inner attention, heads to tokens; a row of one rank needs no exchange."""
+    if isinstance(prepared, LocalPrepared):
+        return core_attention(prepared, q, k, v, work=work, sink=sink, saved=saved)
     group = prepared.group
     if reason := ulysses_refusal(group.size, q.shape[1]):
         raise UserError(reason)

@@ -8,6 +8,7 @@ FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them on disk. Not used: its own s
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -83,11 +84,15 @@ def _mask(block: Block, window: int | None) -> tuple[bool, int]:
     return block.kind == "causal", NO_WINDOW if window is None else window - 1 - block.shift
 
 
-def _windows(causal: bool, left: int) -> dict[str, bool | int | None]:
+def _segments(
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, causal: bool, left: int, scale: float
+) -> dict[str, Any]:
     """FA4's own words: a window is "local" attention, whose right edge is the diagonal where it is causal."""
+    named = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
     if left == NO_WINDOW:
-        return {"causal": causal}
-    return {"causal": False, "window_size_left": left, "window_size_right": 0 if causal else None}
+        return {**named, "softmax_scale": scale, "causal": causal}
+    edges = {"window_size_left": left, "window_size_right": 0 if causal else None}
+    return {**named, "softmax_scale": scale, "causal": False, **edges}
 
 
 def forward_kernel(
@@ -103,18 +108,8 @@ def forward_kernel(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out [Tq, H, D] in the dtype of q, lse [H, Tq] f32."""
-    out, lse = _flash_attn_fwd(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-        softmax_scale=scale,
-        return_lse=True,
-        **_windows(causal, left),
-    )[:2]
+    told = _segments(cu_q, cu_k, max_q, max_k, causal=causal, left=left, scale=scale)
+    out, lse = _flash_attn_fwd(q, k, v, return_lse=True, **told)[:2]
     return out, lse
 
 
@@ -145,21 +140,8 @@ def backward_kernel(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the dtype of q."""
-    dq, dk, dv = _flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        softmax_scale=scale,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-        deterministic=deterministic,
-        **_windows(causal, left),
-    )[:3]
+    told = _segments(cu_q, cu_k, max_q, max_k, causal=causal, left=left, scale=scale)
+    dq, dk, dv = _flash_attn_bwd(q, k, v, out, dout, lse, deterministic=deterministic, **told)[:3]
     return dq, dk, dv
 
 
