@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from longspan.parity.reference import Reference
 from longspan.parity.report import write_json
 from longspan.parity.samples import fill_fields
 from longspan.parity.sweep_coverage import REPEATED, covered
-from longspan.parity.sweep_examples import MODELS, Example, examples, make_sample
+from longspan.parity.sweep_examples import MODELS, OTHER_BACKEND, Example, examples, make_sample
 
 EXAMPLES = 40  # of one launch
 LIMIT = LIMITS["float64"]
@@ -84,6 +84,7 @@ def run(example: Example, samples: Sequence[Sample]) -> Said:
     config = EngineConfig(
         model=example.model,
         layout=layout,
+        backend=example.backend,
         dtype="float64",
         value_head=True,
         max_tokens_per_rank=budget,
@@ -170,7 +171,7 @@ def compare(example: Example, reference: Reference, samples: Sequence[Sample], s
         assert figure <= limit, f"{name} {figure:.3g} > {limit:g} at {where}"
 
 
-def sweep_ranks(number: int, start: int, models: Sequence[str]) -> tuple[Tally, str | None]:
+def sweep_ranks(number: int, start: int, models: Sequence[str], backend: str = "fsdp") -> tuple[Tally, str | None]:
     """Body of a launch: `number` examples from seed `start`. Rank 0 leads, the others follow. -> (tally, the miss)."""
     if dist.get_rank() > 0:
         follow()
@@ -188,7 +189,7 @@ def sweep_ranks(number: int, start: int, models: Sequence[str]) -> tuple[Tally, 
         phases=[Phase.generate, Phase.shrink],
         print_blob=False,
     )
-    @given(examples(dist.get_world_size(), models))
+    @given(examples(dist.get_world_size(), models, backend))
     def check(example: Example) -> None:
         if example.model not in references:
             references[example.model] = Reference(example.model, dtype=torch.float64, value_head=True)
@@ -230,8 +231,10 @@ class Options:
     """The first launch's seed; each launch adds 1, so shards take seeds 1000 apart."""
     ranks: tuple[int, ...] = (2, 4, 3, 4, 2, 1)
     """Numbers of ranks that launches go through in turn."""
-    models: tuple[str, ...] = MODELS
-    """Tiny models to draw from."""
+    models: tuple[str, ...] = ()
+    """Tiny models to draw from; none: all that the backend knows."""
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """What owns the parameters; megatron's layouts have tp and pp too."""
     json: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the tally to this file."""
 
@@ -240,12 +243,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 when no example misses."""
     options = tyro.cli(Options, args=arguments, prog="python -m longspan.parity.sweep", description=__doc__)
     started, total, misses, number = time.monotonic(), Tally(), [], 0
+    models = options.models or (MODELS if options.backend == "fsdp" else OTHER_BACKEND)
     while total.examples < options.n:
         ranks = options.ranks[number % len(options.ranks)]
         size = min(EXAMPLES, options.n - total.examples)
         try:
             tally, miss = launch(
-                sweep_ranks, size, options.seed + number, options.models, ranks=ranks, timeout_s=3600.0, device="cpu"
+                sweep_ranks,
+                size,
+                options.seed + number,
+                models,
+                options.backend,
+                ranks=ranks,
+                timeout_s=3600.0,
+                device="cpu",
             )[0]
         except LongspanError as error:
             tally, miss = Tally(size), f"seed {options.seed + number}: {error}"

@@ -5,7 +5,7 @@ token, with up to three images anywhere and with image placeholders that the pol
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -31,6 +31,10 @@ WITH_IMAGES = ("tiny:qwen3_vl", "tiny:qwen3_5_vl", "tiny:qwen3_vl_moe")
 RECURRENT = ("tiny:qwen3_5", "tiny:qwen3_5_vl", "tiny:qwen3_5_moe", "tiny:qwen3_next")
 MOE = ("tiny:qwen3_moe", "tiny:qwen3_vl_moe", "tiny:qwen3_5_moe", "tiny:qwen3_next", "tiny:gpt_oss")
 MODELS = tuple(dict.fromkeys((*TEXT, *WITH_IMAGES, *RECURRENT, *MOE)))
+OTHER_BACKEND = (  # in the megatron backend's tables
+    *("tiny:llama", "tiny:mistral", "tiny:qwen2", "tiny:qwen3", "tiny:qwen3_moe", "tiny:qwen3_vl", "tiny:qwen3_vl_moe"),
+    *RECURRENT,
+)
 CELL = 8  # pixels a visual token of the tiny towers is high and wide
 IMAGE, VIDEO, START, END = 93, 94, 95, 96
 
@@ -61,6 +65,7 @@ class Example:
     tight: bool
     recompute: str
     dynamic_cp: bool
+    backend: str = "fsdp"
 
 
 @st.composite
@@ -121,11 +126,24 @@ def layouts(draw: st.DrawFn, ranks: int, model: str) -> Layout:
 
 
 @st.composite
-def examples(draw: st.DrawFn, ranks: int, models: Sequence[str]) -> Example:
+def model_parallel_layouts(draw: st.DrawFn, ranks: int, model: str) -> Layout:
+    """What the megatron backend adds: tp over 2 KV heads, with or without sequence parallelism, and pp over 2 or 3 layers."""
+    tp = draw(st.sampled_from([size for size in (1, 2) if ranks % size == 0]))
+    stages = 3 if model in RECURRENT else 2
+    pp = draw(st.sampled_from([size for size in (1, stages) if ranks // tp % size == 0]))
+    data = draw(layouts(ranks // tp // pp, model))
+    if data.mixer == "ulysses" and (4 // tp) % data.cp:
+        data = replace(data, mixer="ring")
+    sequence_parallel = tp > 1 and draw(st.booleans())
+    return replace(data, tp=tp, pp=pp, sequence_parallel=sequence_parallel)
+
+
+@st.composite
+def examples(draw: st.DrawFn, ranks: int, models: Sequence[str], backend: str = "fsdp") -> Example:
     towers = [name for name in models if name in WITH_IMAGES]  # more to go wrong: drawn twice as often
     model = draw(st.sampled_from([*models, *towers]))
     made = draw(st.lists(rows(model in WITH_IMAGES), min_size=1, max_size=7))
-    layout = draw(layouts(ranks, model))
+    layout = draw((layouts if backend == "fsdp" else model_parallel_layouts)(ranks, model))
     dynamic = layout.mixer != "hybrid" and draw(st.integers(0, 4)) == 0
     return Example(
         model=model,
@@ -137,6 +155,7 @@ def examples(draw: st.DrawFn, ranks: int, models: Sequence[str]) -> Example:
         tight=draw(st.booleans()),
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
         dynamic_cp=dynamic,
+        backend=backend,
     )
 
 
