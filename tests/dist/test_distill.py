@@ -160,6 +160,44 @@ def test_gradients_are_those_of_plain_logits(ranks: int, teacher_folder: str, or
             assert worst(found[layout, "forward"], untempered) > 1e-2
 
 
+# The teacher's top k ----------------------------------------------------------------------------------------
+
+
+def likeliest(folder: str) -> dict[int, dict[str, Any]]:
+    """Gradients of distill_topk on what a teacher under another layout found; K = V is the whole forward KL."""
+    student, teacher, found = build(STUDENT, "dp2"), build(folder, "cp2-ring"), {}
+    for topk in (5, 97):
+        outputs = teacher.forward(samples(), ("teacher_ids", "teacher_logprob"), topk=topk)
+        taught = [
+            Sample(s.input_ids, s.target_ids, s.mask, s.fields | o) for s, o in zip(samples(), outputs, strict=True)
+        ]
+        metrics = student.forward_backward(taught, Objective("distill_topk", entropy=0.1))
+        found[topk] = {"loss": metrics["loss/distill_topk"], "gradients": student.gradients()}
+        student.clear_gradients()
+    return found
+
+
+def test_top_k_of_a_teacher(teacher_folder: str, oracle: Oracle) -> None:
+    batch, total = samples(), trained_tokens()
+    found = launch(likeliest, teacher_folder, ranks=2, timeout_s=60)[1]
+    whole = oracle.expect(batch, "forward", total=total)
+    assert worst(found[97], whole) < 1e-10
+    assert worst(found[5], whole) > 1e-2
+    oracle.student.clear()
+    loss = 0.0
+    for sample in batch:
+        mine = oracle.student.outputs(sample)
+        with torch.no_grad():
+            q = oracle.teacher.outputs(sample).log_softmax.topk(5)
+        kl = (q.values.exp() * (q.values - mine.log_softmax.gather(1, q.indices))).sum(-1)
+        value = (sample.mask.double() / total * kl).sum()
+        (value - 0.1 * (sample.mask.double() / total * mine.entropy).sum()).backward()
+        loss += value.item()
+    error = worst(found[5], {"loss": loss, "gradients": oracle.student.gradients()})
+    print(f"top 5: {error:.1e}")
+    assert error < 1e-10
+
+
 # Other students and teachers ---------------------------------------------------------------------------------
 
 
@@ -286,6 +324,16 @@ def refusals(folder: str) -> dict[str, str]:
     attempt("budget", build(STUDENT, "cp2-ulysses", max_tokens_per_rank=40), full)
     attempt("dynamic", build(STUDENT, "cp2-ulysses", dynamic_cp=True), full)
     attempt("dtype", build(STUDENT, "cp2-ulysses", dtype="float32"), full)
+    for name, outputs, topk in (
+        ("no k", ("teacher_ids",), None),
+        ("no output", ("logprob",), 5),
+        ("large k", ("teacher_ids",), 98),
+    ):
+        try:
+            student.forward(samples(), outputs, topk=topk)
+            found[name] = "accepted"
+        except ValueError as error:
+            found[name] = str(error)
     good.config = dataclasses.replace(good.config, backend="megatron")
     attempt("backend", good, full)
     assert not student.backend.has_gradients()
@@ -297,7 +345,7 @@ def test_bad_teachers_are_refused_by_name(tmp_path: Path) -> None:
     expected = {
         "none": "needs teacher=", "name": "no engine", "unread": "reads no teacher", "self": "second engine", "vocabulary": "101 ids",
         "index": "index='zigzag'", "axis": "dp=2", "budget": "max_tokens_per_rank=40", "dynamic": "dynamic_cp",
-        "backend": "megatron", "dtype": "float32",
+        "backend": "megatron", "dtype": "float32", "no k": "topk=None", "no output": "topk=5", "large k": "97",
     }  # fmt: skip
     for found in launch(refusals, str(tmp_path), ranks=2, timeout_s=60):
         for name, part in expected.items():

@@ -39,6 +39,7 @@ from longspan.models.moe import check_routes, moe_shape, route_shares
 from longspan.models.mtp import shifted
 from longspan.models.skeleton import load_skeleton
 from longspan.objective import Objective, Stats, over_batch, over_samples, token_weights
+from longspan.objective.losses import TEACHER
 
 __all__ = ["Engine"]
 
@@ -60,7 +61,7 @@ LOADERS: dict[str, Callable[[str, torch.dtype, int], Adapter]] = {
     "fsdp": lambda name, dtype, seed: load_model(name, dtype, seed)[0],
     "megatron": load_skeleton,
 }
-OUTPUTS = ("logprob", "entropy", "value", "routed_experts")
+OUTPUTS = ("logprob", "entropy", "value", "routed_experts", *TEACHER)
 ROUTES = "routed_experts"  # sample field [L, layers, k]: experts to replay
 
 
@@ -137,11 +138,14 @@ class Engine:
         self.alone = objective.moe_over == "batch"
         return program.stats.reduce(self.mesh.all) | self._measured(batch, plan, started)
 
-    def forward(self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",)) -> list[Outputs]:
+    def forward(
+        self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",), topk: int | None = None
+    ) -> list[Outputs]:
         """Outputs per token of each sample, in the caller's order, equal on every rank; each [L] on the CPU.
 
-        outputs: of "logprob" (of target_ids, at the sample's temperature), "entropy" (nats), "value". Tokens outside the mask
-        have a placeholder target: their log-prob and entropy are 0.
+        outputs: of "logprob" (of target_ids, at the sample's temperature), "entropy" (nats), "value", "routed_experts" [L,
+        layers, k], and "teacher_ids", "teacher_logprob" [L, topk]: this model's `topk` likeliest next tokens, as "distill_topk"
+        reads them. Tokens outside the mask have a placeholder target: what the head says of them is 0.
         """
         unknown = [name for name in outputs if name not in OUTPUTS]
         if unknown:
@@ -152,11 +156,12 @@ class Engine:
             raise UserError(
                 f"outputs=({ROUTES!r},) needs a mixture-of-experts model; {self.config.model} has no experts"
             )
+        self._check_topk(topk, outputs)
         batch = self._admit(samples, (), {})
         plan = self._agree(batch, self.planner.plan(batch))
         buffer = TokenBuffer(batch.lengths, self.mesh.device)
         self.backend.run(
-            self.builder.steps(batch, plan, Keep(routes=ROUTES in outputs)), Forward(tuple(outputs), buffer)
+            self.builder.steps(batch, plan, Keep(routes=ROUTES in outputs)), Forward(tuple(outputs), buffer, topk)
         )
         return buffer.collect(self.mesh.all)
 
@@ -253,6 +258,17 @@ class Engine:
         self._check_alone(samples, objective)
         objective.check(samples)
         return objective
+
+    def _check_topk(self, topk: int | None, outputs: Sequence[str]) -> None:
+        asked = [name for name in outputs if name in TEACHER]
+        if bool(asked) != (topk is not None):
+            raise UserError(
+                f"topk={topk!r} goes with the outputs {TEACHER}, and outputs={tuple(outputs)}. Give both or none"
+            )
+        if topk is not None and not (type(topk) is int and 1 <= topk <= self.adapter.vocab_size):
+            raise UserError(
+                f"topk={topk!r} must be a whole number from 1 to the vocabulary's {self.adapter.vocab_size} of {self.config.model}"
+            )
 
     def _check_alone(self, samples: Sequence[Sample], objective: Objective) -> None:
         """moe_over="batch": one call is the whole batch of an optimizer step, and brings the routes it counts."""

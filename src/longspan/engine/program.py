@@ -130,11 +130,14 @@ class Forward:
 
     outputs: Sequence[str]
     buffer: TokenBuffer
+    topk: int | None = None  # of teacher_ids and teacher_logprob
     trains: ClassVar[bool] = False
 
     def compute(self, hidden: Tensor, head: Head, value: Tensor | None, step: MicroStep) -> Tensor:
-        made = head_outputs(hidden, head.weight, **head_arguments(head, step, entropy="entropy" in self.outputs))
+        asked = head_arguments(head, step, entropy="entropy" in self.outputs)
+        made = head_outputs(hidden, head.weight, **asked, topk=self.topk)
         found = {"logprob": made.logprob, "entropy": made.entropy, "value": value}
+        found |= {"teacher_ids": made.topk_ids, "teacher_logprob": made.topk_logprob}
         self.aside(step)
         for name in (name for name in self.outputs if name != ROUTES):
             values = found[name]
