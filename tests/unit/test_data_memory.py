@@ -14,6 +14,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from longspan import Engine, EngineConfig, Image, Layout, Objective, Sample
@@ -68,12 +69,14 @@ class Held:
 
 
 def engine_of(family: str, recompute: str, dtype: str) -> Engine:
+    family, _, adapted = family.partition("+")
+    lora = {"only": LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"])} if adapted else None
     config = tiny(family)
     text, here = config.get_text_config(), world()
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
     layout = resolve(Layout(), heads=heads, kv_heads=kv_heads, recurrent=False, windowed=False)
     settings = EngineConfig(
-        model=family, layout=layout, dtype=dtype, recompute=recompute, max_tokens_per_rank=2 * TOKENS
+        model=family, layout=layout, dtype=dtype, recompute=recompute, max_tokens_per_rank=2 * TOKENS, lora=lora
     )
     adapter = adapt(build_random(config, torch.float32, 0), None)
     mesh = Mesh(layout, ranks=1, rank=0, device=here.device)
@@ -100,6 +103,7 @@ CASES = [
     ("qwen3", "none", "bfloat16"),
     ("qwen3", "selective", "float32"),
     ("llama", "full", "bfloat16"),
+    ("qwen3+lora", "none", "bfloat16"),
     ("qwen3_vl", "none", "bfloat16"),
     ("qwen3_vl", "selective", "float32"),
     ("qwen3_moe", "none", "float32"),

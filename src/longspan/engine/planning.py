@@ -54,25 +54,25 @@ class Planner:
         named = MACHINE if config.machine == "auto" and on_gpu else config.machine
         self.model = None if named == "auto" else _cost_model(self.shape, config, self.layout, self.ranks, named)
         self.memory_of = partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device)
-        self.fits: int | None = None
-        if on_gpu and config.max_tokens_per_rank == "auto":
-            room = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30
-            self.fits = self.memory_of().budget(room, size=self.layout.cp)
+        self.room_gib = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
         self.watch = Watch(None if self.model is None else self.model.machine.name, mesh.device.type)
         self._before = signals()
 
-    def limits(self, lengths: list[int]) -> Limits:
-        """ "auto" grows with the longest sample, so that it always runs; an explicit budget is hard."""
+    def limits(self, lengths: list[int], visual_share: float = 0.0) -> Limits:
+        """ "auto" is what the memory model says of the GPU; on a CPU it grows with the longest sample, so that it always runs.
+        An explicit budget is hard."""
         budget = self.budget
-        if budget == "auto":
+        if budget == "auto" and self.room_gib is not None:
+            budget = self.memory_of(visual_share).budget(self.room_gib, size=self.layout.cp)
+        elif budget == "auto":
             size = self.layout.cp if self.sizes is None else max(self.sizes)
-            budget = self.fits or max(CPU_BUDGET, -(-max(lengths) // (2 * size)) * 2)
+            budget = max(CPU_BUDGET, -(-max(lengths) // (2 * size)) * 2)
         return Limits(self.ranks, self.layout.cp, budget, self.layout.index, self.sizes)
 
     def plan(self, batch: Batch) -> Plan:
         self._before = signals()
         cost, step_cost = self._cost(batch)
-        return make_plan(batch.lengths, self.limits(batch.lengths), cost, step_cost=step_cost)
+        return make_plan(batch.lengths, self._limits(batch), cost, step_cost=step_cost)
 
     def observe(self, batch: Batch, plan: Plan, seconds: float) -> dict[str, float]:
         """plan/* metrics: what was predicted beside what was measured, and how long ranks waited for each other.
@@ -90,7 +90,7 @@ class Planner:
             "plan/predicted_s": self.watch.predicted_s(units),
             "plan/measured_s": seconds,
             "plan/idle_share": max(0.0, 1.0 - busy / (self.ranks * units)),
-            "plan/over_bound": units / max(lower_bound(lengths, self.limits(lengths), cost), 1e-30),
+            "plan/over_bound": units / max(lower_bound(lengths, self._limits(batch), cost), 1e-30),
         }
         layer_s = units / (len(plan.micro_steps) * self.shape.layers)
         parts = self._parts(batch, plan)
@@ -99,14 +99,16 @@ class Planner:
             log.warning(said)
         return report
 
+    def _limits(self, batch: Batch) -> Limits:
+        return self.limits(batch.lengths, _visual_share(batch))
+
     def _cost(self, batch: Batch) -> tuple[Callable[[int, int], float], float]:
         """Time of a sample at a CP size, and of a micro-step as such."""
         if self.model is None:
             return default_cost, 1024.0  # of default_cost's unit, tokens
         total = sum(batch.lengths)
         trained = sum(int(row["needed"].sum()) for row in batch.tensors) / total
-        visual = sum(map(sum, batch.media_tokens)) / total
-        model = replace(self.model, trained_share=trained, visual_share=visual)
+        model = replace(self.model, trained_share=trained, visual_share=_visual_share(batch))
         return model, model.step_s
 
     def _parts(self, batch: Batch, plan: Plan) -> dict[str, float]:
@@ -114,13 +116,18 @@ class Planner:
         model, _ = self._cost(batch)
         if not isinstance(model, CostModel):
             return {}
-        found = dict.fromkeys(("micro-steps",), self.ranks * model.step_s * len(plan.micro_steps))
+        found = {"micro-steps": self.ranks * model.step_s * len(plan.micro_steps)}
         for size in sorted({row.size for rows in plan.micro_steps for row in rows}):
             rows = [row for rows in plan.micro_steps for row in rows if row.size == size]
             lengths = torch.tensor([batch.lengths[i] for row in rows for i in row.samples], dtype=torch.float64)
             for name, values in model.parts(lengths.numpy(), size).items():
                 found[name] = found.get(name, 0.0) + size * float(values.sum())
         return found
+
+
+def _visual_share(batch: Batch) -> float:
+    """Visual tokens, of all."""
+    return sum(map(sum, batch.media_tokens)) / sum(batch.lengths)
 
 
 def mixer_choice(config: EngineConfig, adapter: Adapter) -> MixerChoice:
