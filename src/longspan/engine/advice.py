@@ -21,6 +21,7 @@ from longspan.layout import Layout
 
 __all__ = ["Candidate", "Request", "advise", "bound_s", "cost_of", "explain", "memory_of", "mixer_for"]
 
+LEVEL = 1.005  # makespans this close are equal: less context parallelism wins, and a fixed layout over dynamic CP
 MOST_GIB = 2**14  # of a GPU that anyone could be advised to get
 
 Policy = tuple[str, tuple[str, ...]]  # recompute and offload of EngineConfig
@@ -73,7 +74,7 @@ class Candidate:
 
 
 def advise(request: Request) -> list[Candidate]:
-    """All candidates, the fastest first; those that cannot run come last.
+    """All candidates, the fastest first (of equals the simplest); those that cannot run come last.
 
     Raises UserError where nothing fits, with the smallest change that would.
     """
@@ -82,7 +83,9 @@ def advise(request: Request) -> list[Candidate]:
         found = sorted([*_evaluated(request, OFFLOADING), *found], key=_order)
     if found[0].plan is None:
         raise UserError(_smallest_change(request, found))
-    return found
+    level = [c for c in found if c.makespan_s <= LEVEL * found[0].makespan_s]
+    simplest = min(level, key=lambda c: (c.layout.cp, c.dynamic, c.makespan_s))
+    return [simplest, *(c for c in found if c is not simplest)]
 
 
 def _evaluated(request: Request, policies: Sequence[Policy]) -> list[Candidate]:
