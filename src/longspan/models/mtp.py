@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -64,6 +65,10 @@ class MTPHead(nn.Module):
         self.joint = False
         self.experts_apart = False  # how the checkpoint stores experts: one by one, or stacked as here
         self._decoder = (decoder,)  # in a tuple: its parameters are not this module's
+
+    def read_from(self, decoder: Any) -> None:
+        """Take RoPE tables and embeddings from this object instead: a backend that spread the decoder's own."""
+        self._decoder = (decoder,)
 
     def see(self, features: Tensor, media: MediaShard, context: Context) -> None:
         """Keep for this micro-step the visual features that its steps read. features [n, E] of this rank; collective."""
