@@ -54,7 +54,8 @@ ALL = (
 RECURRENT = ("cp2-state", "cp2-heads")
 EXPERTS = ("ep2", "cp2-ep2", "dp2-cp2-ep4")
 OTHER_BACKEND = (MEGATRON + "tp2", MEGATRON + "pp2", MEGATRON + "tp2-cp2")
-TABLED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe")  # in megatron's weight table
+# not in megatron's weight table: one refusal is enough
+UNTABLED = ("gemma3", "glm4", "ministral", "olmo2", "olmo3", "phi3", "smollm3", "gpt_oss")
 MOE = ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_mtp", "qwen3_next", "qwen3_next_mtp", "gpt_oss")
 # Slowest first: the recurrence of their oracle runs token by token.
 HYBRID = (
@@ -82,7 +83,7 @@ def columns(model: str) -> list[str]:
     found = [*ALL]
     found += RECURRENT if model in HYBRID else ()
     found += EXPERTS if model in MOE else ()
-    return [*found, *(OTHER_BACKEND if model in TABLED else OTHER_BACKEND[:1])]
+    return [*found, *(OTHER_BACKEND[:1] if model in UNTABLED else OTHER_BACKEND)]
 
 
 def run_family(model: str, names: Sequence[str], path: Path) -> None:
