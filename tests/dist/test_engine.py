@@ -1,7 +1,7 @@
 """The engine's own promises on several ranks: calls add, checkpoints load under any layout, every rank must pass the same batch.
 
 Exactness against plain Hugging Face is tests/parity's; here one engine is compared with itself over time and layouts, where the
-claim is bit for bit or 1e-12.
+claim is bit for bit or 1e-12, and with the oracle where rows change their sizes. Each comparison has a fault that it must see.
 """
 
 import json
@@ -26,6 +26,9 @@ from longspan import (
 )
 from longspan.data import Plan, Row
 from longspan.layout import parse_layout
+from longspan.parity import Reference
+from longspan.parity.cases import Case
+from longspan.parity.faults import planted
 
 
 def make_samples(lengths=(13, 1, 40, 7, 29, 3), seed=1):
@@ -96,21 +99,34 @@ MIXED = Plan(  # rows of 4, 3, 2 and 1 ranks, one of them inert, one shorter tha
 )
 
 
-def dynamic(name):
-    samples, objective = make_samples((250, 3, 40, 17, 60, 1, 50, 33, 150, 100)), Objective("gspo", entropy=0.01)
+LENGTHS = (250, 3, 40, 17, 60, 1, 50, 33, 150, 100)
+
+
+def dynamic(name, fault=None):
+    samples, objective = make_samples(LENGTHS), Objective("gspo", clip=0.2, entropy=0.01)
     fixed = build(name, max_tokens_per_rank=80)
     metrics = fixed.forward_backward(samples, objective)
-    engine = build(name, dynamic_cp=True, max_tokens_per_rank=80)
-    engine.planner.plan = lambda batch: MIXED
-    mixed = engine.forward_backward(samples, objective)
+    with planted(fault):
+        engine = build(name, dynamic_cp=True, max_tokens_per_rank=80)
+        engine.planner.plan = lambda batch: MIXED
+        mixed = engine.forward_backward(samples, objective)
     gap = max(abs(mixed[key] - metrics[key]) for key in metrics if not key.startswith(("time", "mem", "plan")))
-    return worst(engine.gradients(), fixed.gradients()), gap
+    return worst(engine.gradients(), fixed.gradients()), gap, engine.gradients()
 
 
 @pytest.mark.parametrize("name", ["cp4-ring", "cp4-gather"])
 def test_dynamic_cp_is_exact(name):
-    gradient, metric = launch(dynamic, name, ranks=4, timeout_s=60)[0]
+    gradient, metric, gradients = launch(dynamic, name, ranks=4, timeout_s=60)[0]
     assert gradient <= 1e-12 and metric <= 1e-9
+    reference = Reference("tiny:qwen3", dtype=torch.float64)
+    oracle = reference.run(make_samples(LENGTHS), Case("gspo", "gspo", {"clip": 0.2, "entropy": 0.01})).gradients
+    assert worst(gradients, oracle) <= 1e-8
+
+
+def test_a_sequence_ratio_of_one_rank_is_seen():
+    """The planted fault of the test above: gspo's mean over a rank's own tokens, where rows have other sizes."""
+    gradient, _, _ = launch(dynamic, "cp4-ring", "gspo-local", ranks=4, timeout_s=60)[0]
+    assert gradient > 1e-4
 
 
 def train_and_save(name, folder, steps):
@@ -213,10 +229,13 @@ def test_export_loads_in_plain_transformers(tmp_path):
     outputs = launch(export, str(tmp_path / "hf"), ranks=2, timeout_s=60)[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    untrained = Reference("tiny:qwen3", dtype=torch.float32)  # control: what was exported before the step
     for sample, out in zip(make_samples(), outputs, strict=True):
         logits = model(input_ids=sample.input_ids[None]).logits[0].log_softmax(-1)
         expected = logits.gather(-1, sample.target_ids[:, None])[:, 0] * sample.mask
         torch.testing.assert_close(out.logprob, expected.detach(), rtol=0, atol=1e-5)
+        before = untrained.outputs(sample).logprob.detach()
+        assert sample.num_trained == 0 or float((out.logprob - before).abs().max()) > 1e-3
 
 
 def perturbed():

@@ -1,12 +1,15 @@
-"""LoRA: several adapters in one packed batch, each exactly as if it were alone; copies agree; peft loads the export."""
+"""LoRA: several adapters in one packed batch, each exactly as if it were alone and as peft has it; copies agree; peft loads
+the export."""
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 
 from longspan import AdamW, Engine, EngineConfig, Objective, Sample, launch
 from longspan.layout import parse_layout
 from longspan.models.tiny import tiny
+from longspan.parity import Reference
+from longspan.parity.cases import Case
 
 CONFIGS = {
     "a": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]),
@@ -82,6 +85,43 @@ def test_each_adapter_steps_as_if_alone(name):
         assert all(expected[key].abs().max() == 0 for key in foreign)
 
 
+def peft_gradients(adapter, weights):
+    """peft's layers on plain transformers, one unpacked sample of the adapter at a time, fp64."""
+    reference = Reference("tiny:qwen3", dtype=torch.float64)
+    inject_adapter_in_model(CONFIGS[adapter], reference.model, adapter_name=adapter)
+    reference.model.double()
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        parameter.data.copy_(
+            weights[name] if name in weights else weights[name.replace(".weight", ".base_layer.weight")]
+        )
+    own = [sample for sample in make_samples("ab") if sample.adapter == adapter]
+    return reference.run(own, Case("is", "importance_sampling")).gradients
+
+
+def first(adapter):
+    """The factors at the start, and the first gradient of the adapter's own samples."""
+    engine = build("dp1", CONFIGS)
+    weights = engine.state_dict()
+    engine.forward_backward([s for s in make_samples("ab") if s.adapter == adapter], Objective("importance_sampling"))
+    return weights, engine.gradients()
+
+
+@pytest.mark.parametrize("adapter", CONFIGS)
+def test_each_adapter_is_pefts(adapter):
+    """Rank-stabilised scaling, alpha and targets by expression too: what peft makes of the same factors."""
+    weights, found = launch(first, adapter, ranks=1, timeout_s=60)[0]
+    expected = peft_gradients(adapter, weights)
+    assert expected and set(expected) == {key for key in found if f".{adapter}." in key}
+    for key, want in expected.items():
+        assert (found[key] - want).norm() <= 1e-8 * want.norm()
+    halved = {
+        key: value * (0.5 if "lora_B" in key else 1.0) for key, value in weights.items()
+    }  # control: half the scale
+    other = peft_gradients(adapter, halved)
+    assert all((other[key] - want).norm() > 1e-2 * want.norm() for key, want in expected.items() if "lora_A" in key)
+
+
 def mixed_up():
     engine = build("dp1", CONFIGS)
     samples = make_samples("ab")
@@ -107,6 +147,15 @@ def export(folder):
     return engine.forward(make_samples([None]))
 
 
+@torch.no_grad()
+def scores(model, samples):
+    found = []
+    for sample in samples:
+        logprob = model(input_ids=sample.input_ids[None]).logits[0].log_softmax(-1)
+        found.append(logprob.gather(-1, sample.target_ids[:, None])[:, 0] * sample.mask)
+    return found
+
+
 def test_exports_load_in_peft_and_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -115,12 +164,15 @@ def test_exports_load_in_peft_and_transformers(tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         base = AutoModelForCausalLM.from_config(tiny("qwen3"))
+    samples = make_samples([None])
+    bare = max(
+        float((out.logprob - want).abs().max()) for out, want in zip(outputs, scores(base, samples), strict=True)
+    )
+    assert bare > 1e-3, "control: the base alone is another model"
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
     for model in (merged, adapted):
-        for sample, out in zip(make_samples([None]), outputs, strict=True):
-            logprob = model(input_ids=sample.input_ids[None]).logits[0].log_softmax(-1)
-            expected = logprob.gather(-1, sample.target_ids[:, None])[:, 0] * sample.mask
-            torch.testing.assert_close(out.logprob, expected.detach(), rtol=0, atol=1e-5)
+        for out, expected in zip(outputs, scores(model, samples), strict=True):
+            torch.testing.assert_close(out.logprob, expected, rtol=0, atol=1e-5)
 
 
 def refusals():

@@ -1,7 +1,7 @@
 """Mixture of experts through the engine: expert parallelism, auxiliary losses and replayed routes at any layout, in fp64.
 
-The oracle of logits and gradients is in tests/parity; here the auxiliary losses are compared with their formula on plain
-`transformers` router logits, one unpacked sample at a time.
+Compared with the oracle and with one rank of ours; the auxiliary losses also with their formula on plain `transformers`
+router logits, one unpacked sample at a time.
 """
 
 import pytest
@@ -11,6 +11,9 @@ from torch import nn
 from longspan import Engine, EngineConfig, Objective, Sample, launch
 from longspan.layout import parse_layout
 from longspan.models.tiny import tiny
+from longspan.parity import Reference
+from longspan.parity.cases import Case
+from longspan.parity.faults import planted
 
 LAYOUTS = ("cp2-ulysses", "cp3-gather", "ep2", "dp2-cp2-ep2", "cp4-ring-ep4")
 
@@ -21,7 +24,10 @@ def make_samples(lengths=(13, 1, 40, 7, 29, 3)):
     for number, length in enumerate(lengths):
         ids = torch.randint(0, 90, (length + 1,), generator=generator)
         mask = (torch.rand(length, generator=generator) > 0.3).float() * (number != 3)
-        fields = {"advantage": torch.randn(length, generator=generator).double(), "old_logprob": torch.full((length,), -4.5)}
+        fields = {
+            "advantage": torch.randn(length, generator=generator).double(),
+            "old_logprob": torch.full((length,), -4.5),
+        }
         samples.append(Sample(ids[:-1], ids[1:], mask, fields))
     return samples
 
@@ -30,7 +36,9 @@ def run(name, budget):
     engine = Engine.build(
         EngineConfig(model="tiny:qwen3_moe", layout=parse_layout(name), dtype="float64", max_tokens_per_rank=budget)
     )
-    metrics = engine.forward_backward(make_samples(), Objective("importance_sampling", moe_aux=0.5, moe_z=0.1), normalise="sample")
+    metrics = engine.forward_backward(
+        make_samples(), Objective("importance_sampling", moe_aux=0.5, moe_z=0.1), normalise="sample"
+    )
     return metrics, engine.gradients()
 
 
@@ -38,17 +46,41 @@ def worst(a, b):
     return max(float((a[key] - b[key]).norm() / b[key].norm().clamp(min=1e-30)) for key in b)
 
 
+def run_with_fault(name, fault):
+    with planted(fault):
+        return run(name, 48)
+
+
 @pytest.fixture(scope="module")
 def one_rank():
     return launch(run, "dp1", 1000, ranks=1, timeout_s=60)[0]
 
 
+@pytest.fixture(scope="module")
+def oracle():
+    """Plain transformers, one unpacked sample at a time, fp64."""
+    case = Case("aux", "importance_sampling", {"moe_aux": 0.5, "moe_z": 0.1}, "sample")
+    return Reference("tiny:qwen3_moe", dtype=torch.float64).run(make_samples(), case)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_auxiliary_losses_and_experts_do_not_depend_on_the_layout(name, one_rank):
+def test_auxiliary_losses_and_experts_do_not_depend_on_the_layout(name, one_rank, oracle):
     for metrics, gradients in launch(run, name, 48, ranks=parse_layout(name).ranks, timeout_s=60):
+        assert worst(gradients, oracle.gradients) <= 1e-8
+        assert all(
+            abs(metrics[key] - value) <= 1e-8 * max(1.0, abs(value))
+            for key, value in oracle.metrics.items()
+            if key.startswith("loss/")
+        )
         assert worst(gradients, one_rank[1]) <= 1e-10
         for key in ("loss/moe_aux", "loss/moe_z", "loss/total"):
             assert abs(metrics[key] - one_rank[0][key]) <= 1e-10
+
+
+@pytest.mark.parametrize(("name", "fault"), [("cp2-ulysses", "cp-factor"), ("ep2", "duplicated-rows")])
+def test_a_fault_in_the_sums_is_seen(name, fault, oracle):
+    """Gradients averaged over ranks; every data rank on the first one's rows."""
+    assert worst(launch(run_with_fault, name, fault, ranks=2, timeout_s=60)[0][1], oracle.gradients) > 1e-2
 
 
 def test_the_auxiliary_losses_are_their_formula(one_rank):
@@ -56,7 +88,9 @@ def test_the_auxiliary_losses_are_their_formula(one_rank):
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny("qwen3_moe"), attn_implementation="eager", experts_implementation="eager").double()
+        model = AutoModelForCausalLM.from_config(
+            tiny("qwen3_moe"), attn_implementation="eager", experts_implementation="eager"
+        ).double()
     routers = [module for module in model.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     for router in routers:
@@ -97,7 +131,9 @@ def test_routes_are_recorded_and_replayed_under_any_layout():
         recorded, changed = launch(replay, name, ranks=parse_layout(name).ranks, timeout_s=60)[0]
         for a, b, c, d in zip(base, recorded, other, changed, strict=True):
             assert torch.equal(a.routed_experts, b.routed_experts)
-            assert torch.equal(c.routed_experts, d.routed_experts) and torch.equal(c.routed_experts, 3 - a.routed_experts)
+            assert torch.equal(c.routed_experts, d.routed_experts) and torch.equal(
+                c.routed_experts, 3 - a.routed_experts
+            )
             assert (a.logprob - b.logprob).abs().max() <= 1e-10
             assert (c.logprob - d.logprob).abs().max() <= 1e-10
         assert max(float((a.logprob - c.logprob).abs().max()) for a, c in zip(base, other, strict=True)) > 1e-3
