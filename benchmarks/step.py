@@ -11,6 +11,7 @@ Rows with images decode them on the host inside the step; `tower_ms` is the visi
 MFU: 6 * (parameters without the embedding) * T (4 * for frozen weights under LoRA) + 3 * causal attention forward FLOPs
 (2 * sum(L^2) * H * D a layer), over 989 TFLOP/s a GPU; recomputation, DeltaNet's scans and the vision tower are not
 counted. Peak: allocator's, with gradients; fp32 masters, no Adam moments. No kernel's time depends on random weights.
+`kernels_ms`: device time of one more step under torch's profiler, by kind and of the longest kernels.
 Cases that share an engine run in one process, after each other; a case that runs out of memory is skipped.
 """
 
@@ -18,7 +19,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from common import PEAK_TFLOPS, Report, Settings, causal_flops, settings, times_ms
 from shapes import batch, config_of, lora_of, picture_batch
+from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig
 
 from longspan import Engine, EngineConfig, Layout, Objective, Sample
@@ -188,7 +190,38 @@ def _measure(engine: Engine, case: Case, repeats: int, smoke: bool) -> dict[str,
         "mfu": round(model_flops(engine, case.lengths) / median / 1e9 / PEAK_TFLOPS / ranks, 3),
         "peak_gib": round(max(one[1] for one in every), 2),
     }
-    return row if engine.adapter.reader is None else row | _tower(engine, samples, repeats)
+    if engine.adapter.reader is not None:
+        row |= _tower(engine, samples, repeats)
+    if case.part == "one" and on_gpu:
+        row["kernels_ms"] = kernel_ms(lambda: engine.forward_backward(samples, objective))
+    return row
+
+
+KINDS = {  # of kernels, by a part of the name, first match
+    "attention": ("flash", "fmha"),
+    "matmul": ("nvjet", "gemm", "cutlass", "cublas"),
+    "compiled elementwise": ("triton_",),
+    "head rows": ("_stats_kernel", "_gradient_kernel"),
+    "eager elementwise": ("elementwise", "reduce"),
+    "copies": ("copy", "memcpy", "cat", "fill", "memset"),
+}
+
+
+def kernel_ms(call: Callable[[], Any]) -> dict[str, float]:
+    """Device time of one call by kind of kernel, and of the twelve longest kernels."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    spent: dict[str, float] = dict.fromkeys([*KINDS, "other"], 0.0)
+    single: dict[str, float] = {}
+    for event in found.key_averages():
+        ms = event.self_device_time_total / 1e3
+        name = event.key.lower()
+        kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+        spent[kind] += ms
+        single[f"kernel {event.key[:90]}"] = ms
+    longest = dict(sorted(single.items(), key=lambda item: -item[1])[:12])
+    return {name: round(ms, 2) for name, ms in (spent | longest).items()}
 
 
 def _tower(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, Any]:
