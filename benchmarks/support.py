@@ -53,7 +53,7 @@ ALL = (
 )
 RECURRENT = ("cp2-state", "cp2-heads")
 EXPERTS = ("ep2", "cp2-ep2", "dp2-cp2-ep4")
-OTHER_BACKEND = (MEGATRON + "tp2", MEGATRON + "pp2", MEGATRON + "tp2-cp2")
+OTHER_BACKEND = (MEGATRON + "tp2", MEGATRON + "tp2-cp2", MEGATRON + "pp2", MEGATRON + "pp3")
 # not in megatron's weight table: one refusal is enough
 UNTABLED = ("gemma3", "glm4", "ministral", "olmo2", "olmo3", "phi3", "smollm3", "gpt_oss")
 MOE = ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_mtp", "qwen3_next", "qwen3_next_mtp", "gpt_oss")
@@ -83,7 +83,10 @@ def columns(model: str) -> list[str]:
     found = [*ALL]
     found += RECURRENT if model in HYBRID else ()
     found += EXPERTS if model in MOE else ()
-    return [*found, *(OTHER_BACKEND[:1] if model in UNTABLED else OTHER_BACKEND)]
+    if model in UNTABLED:
+        return [*found, OTHER_BACKEND[0]]
+    stages = MEGATRON + ("pp3" if model in HYBRID else "pp2")  # must divide the layers: 3 in hybrid configs, else 2
+    return [*found, *OTHER_BACKEND[:2], stages]
 
 
 def run_family(model: str, names: Sequence[str], path: Path) -> None:
