@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -300,7 +301,11 @@ def _place(frames: list[Any]) -> str:
     return " < ".join(named[:4])
 
 
-def run_all(asked: Settings) -> Report:
+def _bar(row: Mapping[str, Any]) -> tuple[str, str, float]:
+    return "predicted / measured", row["case"], row["ratio"]
+
+
+def run_all(asked: Settings) -> None:
     """Cells in processes of their own, as many at a time as the GPU holds."""
     report = Report("memory_model", asked, __doc__ or "")
     waiting = [cell for cell in CELLS if asked.wants(cell.label)]
@@ -321,7 +326,7 @@ def run_all(asked: Settings) -> Report:
             for entry in [entry for entry in running if entry[3].poll() is not None]:
                 running.remove(entry)
                 _collect(report, entry[0], entry[2], asked.smoke)
-    return report
+                report.save(bars=_bar, unit="ratio")  # a limit on the whole run then loses only the cells not reached
 
 
 def _collect(report: Report, cell: Cell, path: Path, smoke: bool) -> None:
@@ -336,6 +341,10 @@ def _collect(report: Report, cell: Cell, path: Path, smoke: bool) -> None:
     report.add(
         case=cell.label, ratio=round(ratio, 3), predicted_gib=said, **asdict(cell), **found, parts_gib=parts, ranks=1
     )
+    for group in found["at_peak"][:14]:
+        print(
+            f"   {group['gib']:8.2f} GiB  {group['count']:4d} x {group['bytes_a_token']:10.1f} B/token  {group['where'][:150]}"
+        )
 
 
 def main() -> None:
@@ -346,7 +355,7 @@ def main() -> None:
             cell = Cell(cell.model, 64, cell.recompute, cell.compile, min(cell.images, 2), min(cell.lora, 2))
         asked.out.write_text(json.dumps(measure(cell, asked.smoke)))
         return
-    run_all(asked).save(bars=lambda row: ("predicted / measured", row["case"], row["ratio"]), unit="ratio")
+    run_all(asked)
 
 
 if __name__ == "__main__":

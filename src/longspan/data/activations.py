@@ -6,9 +6,15 @@ Read off transformers' modules as autograd saves them in eager mode (norms in fp
     selective  each layer's input, and attention's output and LSE: the layer is run again, its attention is not
     full       each layer's input
 
-Compiled layers without a checkpoint keep what engine/fsdp/compiled.py tells the partitioner: under selective their inputs
-and attention's q, k, v, output and LSE; under none the outputs of matrix products too. b: bytes of a value in compute
-precision. Numbers of a layer are checked against saved-tensor hooks (tests/unit/test_data_memory.py).
+A compiled layer is four pieces around attention (norm; q, k, v; output projection; residual, norm and MLP), since calls that
+are not compiled break its graph. Without a checkpoint it keeps what engine/fsdp/compiled.py tells the partitioner:
+
+    selective  each piece's inputs: the layer's input, its norm, the attention block's output; and attention's own tensors
+    none       the outputs of matrix products too
+
+and run again under full it keeps, until its backward is done, those and gate and up. Eager numbers are checked against
+saved-tensor hooks (tests/unit/test_data_memory.py), compiled ones against the peaks of an H200 (docs/planning.md).
+b: bytes of a value in compute precision.
 """
 
 from dataclasses import dataclass
@@ -44,8 +50,15 @@ class Activations:
 
     def backward(self, recompute: str, size: int) -> float:
         """Of the layer whose backward runs: what is made again, and gradients."""
+        shape, b = self.shape, self.bytes_per_value
+        chunks = self._chunks() if self.plain_delta and shape.linear_layers else 0.0
+        if self.compile and not shape.experts:
+            again = max(self.compiled_layers("selective", size)) + 2 * shape.mlp * b if recompute == "full" else 0.0
+            # gate and up are there or made again; product and its gradient, then gate's and up's in their place
+            wide = 6 if recompute == "selective" else 2
+            return again + (wide * shape.mlp + 2 * shape.hidden) * b + chunks
         again = max(self.layers(size), default=0.0) if recompute != "none" else 0.0
-        return again + self._gradients() + (self._chunks() if self.plain_delta and self.shape.linear_layers else 0.0)
+        return again + self._gradients() + chunks
 
     def _chunks(self) -> float:
         """Plain DeltaNet's backward runs its rule again in fp32: matrices between the tokens of a chunk, and vectors."""
@@ -64,27 +77,32 @@ class Activations:
         return [mixer + mlp + norms + lora for mixer, mlp in zip(mixers, mlps, strict=True)]
 
     def compiled_layers(self, recompute: str, size: int) -> list[float]:
-        """What a compiled layer keeps."""
+        """What each compiled layer keeps. Recurrent mixers and experts run as they are."""
         shape, b = self.shape, self.bytes_per_value
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         attention = (2 * queries + 2 * keys) * b + 4 * shape.heads
-        layer = shape.hidden * b + attention
+        mlp = 0.0
         if recompute == "none":
-            layer += (queries + keys) * b * (1 if shape.normed_queries else 0) + (shape.hidden + 2 * shape.mlp) * b
-        return [layer] * shape.layers
+            attention += (queries + keys) * b if shape.normed_queries else 0
+            mlp = 2.0 * shape.mlp * b
+        if size > 1:
+            attention += queries * b + 2 * max(0, size - shape.kv_heads) * shape.head_dim * b
+        mixers = [attention] * shape.attention_layers + [self._linear()] * shape.linear_layers
+        mlps = [mlp] * (shape.layers - shape.moe_layers) + [self._experts()] * shape.moe_layers
+        pieces = 3 * shape.hidden * b + self.lora_width * b
+        return [mixer + mlp + pieces for mixer, mlp in zip(mixers, mlps, strict=True)]
 
     def vision_patch(self, recompute: str) -> float:
-        """Of the tower, bytes a patch: blocks and mergers."""
+        """Kept of the tower, bytes a patch: blocks and mergers. (A block that is run again is, after the decoder's backward.)"""
         vision, b = self.shape.vision, self.bytes_per_value
         if vision is None:
             return 0.0
         # fused qkv, q and k rotated, out; norms' inputs and outputs with their statistics; both sides of the activation
         block = (10 * vision.hidden + (4 if vision.gated else 2) * vision.mlp) * b + 4 * vision.heads + 16
-        mergers = (1 + vision.deepstack) * 6 * vision.hidden * b
-        if recompute == "none":
-            return vision.layers * block + mergers
-        kept = vision.hidden * b * (2 if recompute == "selective" else 1) + 4 * vision.heads
-        return vision.layers * kept + block + mergers
+        mergers = (3 * (1 + vision.deepstack) + 1) * vision.hidden * b
+        if recompute != "none":  # the blocks' inputs, and attention's output and LSE
+            block = vision.hidden * b + (vision.hidden * b + 4 * vision.heads if recompute == "selective" else 0)
+        return vision.layers * block + mergers
 
     def _norm(self, width: int, heads: int = 1) -> float:
         """The input in fp32, one scale a head, and the normalised values where the norm's weight is trained."""

@@ -203,7 +203,7 @@ class MemoryModel:
         if vision is None or not self.visual_share:
             return 0.0
         visual = tokens * self.visual_share
-        features = (1 + vision.deepstack) * 3 * self.shape.hidden * b
+        features = (1 + vision.deepstack) * 2 * self.shape.hidden * b
         pixels = vision.patch_values * (4 + b) + 3 * vision.hidden * b
         patch = self.activations(tokens).vision_patch(self.recompute) + pixels
         return visual * (vision.merge * patch + features)

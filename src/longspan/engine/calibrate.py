@@ -67,15 +67,15 @@ class Sizes:
     document: int  # tokens of each of its samples
     layers: tuple[int, int]
     image: int  # pixels a side
-    tower: tuple[int, int, int]  # width, MLP, layers
+    tower: dict[str, int]
     delta: DeltaShape
     message: int  # bytes of a large collective
 
 
-GPU = Sizes(
-    2048, 6144, 16, 8, 128, 151936, 32768, 2048, (2, 6), 1024, (1024, 4096, 24), DeltaShape(16, 32, 128, 128), 2**27
-)
-CPU = Sizes(64, 192, 4, 2, 16, 512, 512, 64, (1, 4), 64, (24, 32, 2), DeltaShape(2, 4, 8, 8), 2**20)
+GPU_TOWER = {"hidden_size": 1024, "intermediate_size": 4096, "depth": 24, "num_heads": 16, "patch_size": 16}
+CPU_TOWER = {"hidden_size": 24, "intermediate_size": 32, "depth": 2, "num_heads": 3, "patch_size": 4}
+GPU = Sizes(2048, 6144, 16, 8, 128, 151936, 32768, 2048, (2, 6), 1024, GPU_TOWER, DeltaShape(16, 32, 128, 128), 2**27)
+CPU = Sizes(64, 192, 4, 2, 16, 512, 512, 64, (1, 4), 64, CPU_TOWER, DeltaShape(2, 4, 8, 8), 2**20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +199,8 @@ class Bench:
     def vision(self, machine: Machine) -> dict[str, float]:
         """A step with one image a sample against the same tokens without."""
         s = self.sizes
-        width, mlp, depth = s.tower
         text = self.text(s.layers[0])
-        tower = {"hidden_size": width, "intermediate_size": mlp, "depth": depth, "out_hidden_size": s.hidden}
+        tower = s.tower | {"out_hidden_size": s.hidden}
         engine = self.engine_of(tiny("qwen3_vl", text=text | self.rope(), vision=tower, **self.ids()))
         reader = engine.adapter.reader
         assert reader is not None
