@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from longspan.launch import launch
+from longspan.launch import PRELOAD, launch
+
+MEGATRON = "longspan.engine.megatron.upstream"  # 8 s of a core in every rank that imports it by itself
 
 
 def pytest_configure():
@@ -12,7 +14,10 @@ def pytest_configure():
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server(request):
-    """Start the server where any collected test launches ranks; it imports torch and transformers once (10 to 20 s)."""
+    """Start the server where any collected test launches ranks; it imports torch and transformers once (10 to 20 s), and
+    megatron-core where a test of that backend is collected."""
+    if any("megatron" in item.path.name or item.path.name == "test_large.py" for item in request.session.items):
+        PRELOAD.append(MEGATRON)
     if any(
         "dist" in str(item.path) or "parity" in str(item.path) or "e2e" in str(item.path)
         for item in request.session.items
