@@ -202,7 +202,8 @@ def test_top_k_of_a_teacher(teacher_folder: str, oracle: Oracle) -> None:
 
 
 def unlike(folder: str) -> dict[str, Any]:
-    """A LoRA student; a teacher with experts over ranks, another mixer and capped logits; rows of dynamic CP."""
+    """A LoRA student; a teacher with experts over ranks, another mixer and capped logits; rows of dynamic CP; both sides
+    in host memory."""
     found, whole = {}, samples()
     adapted = build(STUDENT, "cp2-ring", lora={"a": LoraConfig(r=4, target_modules=["q_proj", "down_proj"])})
     found["lora"] = run(adapted, build(folder, "cp2-ulysses-zigzag"), [whole], "forward")
@@ -211,6 +212,8 @@ def unlike(folder: str) -> dict[str, Any]:
     found["capped"] = run(build(STUDENT, "dp2"), build("tiny:gemma3", "dp2"), [whole], "forward")
     student, teacher = (build(model, "cp2-ring-contiguous", dynamic_cp=True) for model in (STUDENT, folder))
     found["dynamic"] = run(student, teacher, [whole], "forward")
+    student = build(STUDENT, "dp2", offload=("checkpoints",), recompute="full")
+    found["host"] = run(student, build(folder, "dp2", offload=("parameters", "checkpoints")), [whole], "forward")
     return found
 
 
@@ -227,7 +230,7 @@ def test_unlike_students_and_teachers(teacher_folder: str, oracle: Oracle) -> No
         else:
             assert not gradient.any(), name
     assert abs(found["lora"]["loss"] - wanted["loss"]) < 1e-10
-    assert worst(found["dynamic"], wanted) < 1e-10
+    assert worst(found["dynamic"], wanted) < 1e-10 and worst(found["host"], wanted) < 1e-10
     for way, direction, teacher in (("moe", "reverse", "tiny:qwen3_moe"), ("capped", "forward", "tiny:gemma3")):
         error = worst(found[way], Oracle(teacher).expect(batch, direction, total=total))
         print(f"{way}: {error:.1e}")

@@ -97,6 +97,8 @@ class FSDPBackend:
     @contextmanager
     def opened(self, step: MicroStep) -> Iterator[tuple[Tensor, Head]]:
         seen = _Seen()
+        if self.host is not None:
+            self.host.begin(step.context.cache)
         with explain_out_of_memory(step, trains=False), torch.no_grad():
             self.policy(step, seen)
         assert seen.pair is not None, "the policy runs the program it is given"
