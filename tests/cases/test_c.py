@@ -42,7 +42,7 @@ def test_c1_ranks_with_unequal_work_run_equal_steps():
 
 @pytest.fixture(scope="module")
 def answers():
-    return ask(QUESTIONS)
+    return ask(QUESTIONS, ranks=4)
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 9])

@@ -39,7 +39,7 @@ QUESTIONS = {
 
 @pytest.fixture(scope="module")
 def answers():
-    return ask(QUESTIONS, ranks=2)
+    return ask(QUESTIONS)
 
 
 @pytest.mark.parametrize("mixer", ["ring", "gather", "ulysses"])

@@ -34,7 +34,7 @@ QUESTIONS = {
 
 @pytest.fixture(scope="module")
 def answers():
-    return ask(QUESTIONS, ranks=2)
+    return ask(QUESTIONS)
 
 
 def test_e1_targets_of_a_zigzag_cut_by_hand():

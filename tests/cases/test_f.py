@@ -40,7 +40,7 @@ QUESTIONS = {
 
 @pytest.fixture(scope="module")
 def answers():
-    return ask(QUESTIONS, ranks=2)
+    return ask(QUESTIONS)
 
 
 def test_f1_weights_of_any_sign_reach_every_token(answers):

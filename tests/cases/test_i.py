@@ -27,7 +27,7 @@ QUESTIONS = {
 
 @pytest.fixture(scope="module")
 def answers():
-    return ask(QUESTIONS, ranks=2)
+    return ask(QUESTIONS)
 
 
 def routers(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
