@@ -14,6 +14,7 @@ SCRIPTS = [
     ("mixers", ["--only", "64k mix"]),
     ("step", ["--only", "cp/64k mix"]),
     ("memory", ["--only", "table/cp1/full/16"]),
+    ("memory_model", ["--only", "0.6b/32k"]),
     ("scaling", ["--only", "dynamic/63"]),
 ]
 

@@ -176,6 +176,7 @@ def start_lines(engine: Engine) -> list[str]:
         f"model {engine.config.model}: {total / 1e6:.2f} M parameters, {engine.config.dtype}; layout {layout.name}"
     ]
     budget = engine.planner.limits([1]).budget
+    lines += [engine.planner.why] if engine.planner.why else []  # mixer="auto"
     return lines + budget_lines(budget, dp=layout.dp, cp=layout.cp, mixer=layout.mixer)
 
 
