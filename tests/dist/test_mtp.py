@@ -144,6 +144,39 @@ def test_gradients_are_those_of_unpacked_samples(layout: Layout) -> None:
         assert worst(apart, expected(True)) > 1e-3 and worst(apart, expected(False, "shift")) > 1e-3
 
 
+def cut(budgets: dict[int, int]) -> dict[int, dict[str, Any]]:
+    """Micro-steps -> loss and gradients at the budget that makes so many; 0: two calls with parts of the batch; -1: the same
+    without the whole batch's denominator, the planted fault."""
+    found = {}
+    for number, budget in budgets.items():
+        config = EngineConfig(
+            MODEL, Layout(), dtype="float64", max_tokens_per_rank=budget, mtp_steps=STEPS, mtp_joint=True
+        )
+        engine = Engine.build(config)
+        batch, objective = even_samples(), Objective("cross_entropy", mtp=COEFFICIENT)
+        trained = float(sum(sample.num_trained for sample in batch))
+        calls = [batch] if number > 0 else [batch[5:], batch[:5]]
+        whole = None if number < 0 else trained
+        told = [engine.forward_backward(call, objective, denominator=whole) for call in calls]
+        assert number < 1 or told[0]["plan/micro_steps"] == number
+        found[number] = {"loss": sum(metrics["loss/mtp"] for metrics in told), "gradients": engine.gradients()}
+    return found
+
+
+def even_samples() -> list[Sample]:
+    """Eight of one length, so that a budget of k lengths makes 8 / k micro-steps."""
+    draw = np.random.default_rng(1)
+    rows = [draw.integers(0, 90, 13) for _ in range(8)]
+    return [Sample(ids[:-1], ids[1:], draw.integers(0, 2, 12)) for ids in rows]
+
+
+def test_the_draft_loss_does_not_depend_on_micro_steps_or_calls() -> None:
+    found = launch(cut, {1: 96, 2: 48, 4: 24, 8: 12, 0: 48, -1: 48}, ranks=1, timeout_s=50)[0]
+    for number in (2, 4, 8, 0):
+        assert worst(found[number], found[1]) < 1e-10, number
+    assert worst(found[-1], found[1]) > 1e-3
+
+
 def carry(folder: str, out: str) -> None:
     """Load, train the decoder alone for a step, export."""
     engine = Engine.build(EngineConfig(folder, Layout(), max_tokens_per_rank=64))
