@@ -56,13 +56,23 @@ EXPERTS = ("ep2", "cp2-ep2", "dp2-cp2-ep4")
 OTHER_BACKEND = (MEGATRON + "tp2", MEGATRON + "tp2-cp2", MEGATRON + "pp2", MEGATRON + "pp3")
 # not in megatron's weight table: one refusal is enough
 UNTABLED = ("gemma3", "glm4", "ministral", "olmo2", "olmo3", "phi3", "smollm3", "gpt_oss")
-MOE = ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_mtp", "qwen3_next", "qwen3_next_mtp", "gpt_oss")
+MOE = (
+    "qwen3_moe",
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+    "qwen3_5_moe_mtp",
+    "qwen3_5_vl_moe",
+    "qwen3_next",
+    "qwen3_next_mtp",
+    "gpt_oss",
+)
 # Slowest first: the recurrence of their oracle runs token by token.
 HYBRID = (
     "qwen3_5_vl",
     "qwen3_5_vl_mtp",
     "qwen3_5_moe",
     "qwen3_5_moe_mtp",
+    "qwen3_5_vl_moe",
     "qwen3_next",
     "qwen3_next_mtp",
     "qwen3_5",
@@ -72,7 +82,7 @@ ORDER = (*HYBRID, *(name for name in TINY if name not in HYBRID))
 ROWS = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma3", "glm4", "ministral", "olmo2", "olmo3", "phi3", "smollm3"),
     *("qwen3_moe", "gpt_oss", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_mtp", "qwen3_5_vl", "qwen3_5_vl_mtp"),
-    *("qwen3_5_moe", "qwen3_5_moe_mtp", "qwen3_next", "qwen3_next_mtp"),
+    *("qwen3_5_moe", "qwen3_5_moe_mtp", "qwen3_5_vl_moe", "qwen3_next", "qwen3_next_mtp"),
 )
 
 Cells = dict[str, dict[str, Any]]  # layout -> figures by check and "passed", or "refused" or "error" with a message

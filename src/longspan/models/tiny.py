@@ -23,6 +23,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -149,12 +150,29 @@ def _qwen3_5_vl_mtp(**over: Any) -> PretrainedConfig:
     return _qwen3_5_vl(**{**over, "text": {"mtp_num_hidden_layers": 1, **over.get("text", {})}})
 
 
+# 4 experts, 2 a token, and a shared one in each layer.
+SHARED_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
 def _qwen3_5_moe(**over: Any) -> PretrainedConfig:
-    """4 experts, 2 a token, and a shared one in each layer."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    own = {"shared_expert_intermediate_size": 16, "rope_parameters": {**MROPE, **HALF_ROPE}}
-    named = {"tie_word_embeddings": False, "architectures": ["Qwen3_5MoeForCausalLM"]}
-    return Qwen3_5MoeTextConfig(**{**TEXT, **HYBRID, **experts, **own, **named, **over})
+    own = {"rope_parameters": {**MROPE, **HALF_ROPE}, "tie_word_embeddings": False}
+    named = {"architectures": ["Qwen3_5MoeForCausalLM"]}
+    return Qwen3_5MoeTextConfig(**{**TEXT, **HYBRID, **SHARED_EXPERTS, **own, **named, **over})
+
+
+def _qwen3_5_vl_moe(
+    *, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **over: Any
+) -> PretrainedConfig:
+    own = {"tie_word_embeddings": False, "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    rope = {"rope_parameters": {**MROPE, **HALF_ROPE}}
+    text_config = {**TEXT, **HYBRID, **SHARED_EXPERTS, **rope, **(text or {})}
+    vision_config = {**TOWER, **(vision or {})}
+    return Qwen3_5MoeConfig(text_config=text_config, vision_config=vision_config, **{**MEDIA_IDS, **own, **over})
 
 
 def _qwen3_5_moe_mtp(**over: Any) -> PretrainedConfig:
@@ -164,8 +182,8 @@ def _qwen3_5_moe_mtp(**over: Any) -> PretrainedConfig:
 
 def _qwen3_next(**over: Any) -> PretrainedConfig:
     """4 experts, 2 a token, and a shared one; the middle layer is dense."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
-    own = {"shared_expert_intermediate_size": 16, "rope_parameters": dict(HALF_ROPE)}
+    experts = {**SHARED_EXPERTS, "mlp_only_layers": [1]}
+    own = {"rope_parameters": dict(HALF_ROPE)}
     named = {"tie_word_embeddings": False, "architectures": ["Qwen3NextForCausalLM"]}
     return Qwen3NextConfig(**{**TEXT, **HYBRID, **experts, **own, **named, **over})
 
@@ -236,6 +254,7 @@ TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen3_5_vl_mtp": _qwen3_5_vl_mtp,
     "qwen3_5_moe": _qwen3_5_moe,
     "qwen3_5_moe_mtp": _qwen3_5_moe_mtp,
+    "qwen3_5_vl_moe": _qwen3_5_vl_moe,
     "qwen3_next": _qwen3_next,
     "qwen3_next_mtp": _qwen3_next_mtp,
 }
