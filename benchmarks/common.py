@@ -70,6 +70,11 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def exact_convolutions() -> None:
+    """No TF32 in convolutions, torch's default: a vision tower's patch embedding is one. Process-wide."""
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def times_ms(call: Callable[[], Any], *, repeats: int, warmup: int = 2) -> list[float]:
     """Milliseconds of each of `repeats` calls."""
     on_gpu = torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""What `longspan parity` checks, at real widths on one GPU: fp32 to 1e-5, bf16 against its own unpacked error, two calls against one.
+"""What `longspan parity` checks, at real widths on one or two GPUs: fp32 to 1e-5, bf16 against its own unpacked error, two calls against one.
 
     python benchmarks/parity_gpu.py                       # everything but the 2B model at full depth
     python benchmarks/parity_gpu.py --only qwen3-vl-2b    # that one
@@ -13,6 +13,7 @@ in fp32 on the same GPU, one unpacked sample at a time, TF32 off (plain attentio
               compiled. Limit: 1.2 times the figure of "unpacked"
     calls     after a real AdamW step, one call with all samples against two calls with a random half each; the worst of 20
               repetitions. fp32 limit 1e-5; in bf16 a micro-step's gradient is bf16 before it is added in fp32
+    two GPUs  layouts of two ranks (--only ... also on one): bf16 limit 1.2 times the figure of "packed" on one, fp32 1e-5
 Figures: log-prob largest absolute difference of a trained token; gradient relative L2 of the worst parameter.
 """
 
@@ -27,13 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, Settings, device, settings
+from common import Report, Settings, device, exact_convolutions, settings
 from shapes import config_of
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from longspan import AdamW, Engine, EngineConfig, Layout, Sample
 from longspan.engine.optim import local
+from longspan.launch import launch, world
+from longspan.layout import parse_layout
 from longspan.parity import differences, oracle_media
 from longspan.parity.cases import ALL, PPO, Case
 from longspan.parity.cells import BFLOAT16_FACTOR, LIMITS
@@ -59,6 +62,7 @@ TOGETHER = {**PPO, **ALL, "value": 0.5, "value_clip": 0.2}
 CASE = Case("together", "ppo", TOGETHER, "sum")  # no denominator: calls of one sample each add up to the same
 ZERO = LIMITS["float32"].zero
 REPETITIONS = 20
+TWO_RANKS = ("cp2-ulysses", "cp2-ring", "cp2-gather", "dp2")
 
 
 @dataclass(frozen=True)
@@ -275,6 +279,48 @@ def calls_rows(subject: Subject) -> Iterator[dict[str, Any]]:
         del engine
 
 
+def save_truth(subject: Subject, path: Path) -> None:
+    """What ranks in other processes compare with."""
+    logprobs, wanted = oracle_answers(subject.reference, subject.samples)
+    on_cpu = {name: gradient.cpu() for name, gradient in wanted.items()}
+    torch.save((subject.samples, logprobs, on_cpu), path)
+
+
+def in_ranks(folder: str, path: Path, smoke: bool) -> list[dict[str, Any]]:
+    """Body of a rank: every layout of two ranks in both dtypes; rank 0 compares."""
+    exact_convolutions()
+    samples, logprobs, on_cpu = torch.load(path, weights_only=False)
+    compares = world().rank == 0
+    wanted = {name: gradient.to(world().device) for name, gradient in on_cpu.items()} if compares else {}
+    del on_cpu
+    budget = roomy_budget([len(sample) for sample in samples], 2)
+    rows: list[dict[str, Any]] = []
+    for name in TWO_RANKS:
+        for dtype in ("float32", "bfloat16"):
+            free()
+            config = EngineConfig(
+                model=folder, layout=parse_layout(name), dtype=dtype, max_tokens_per_rank=budget, value_head=True
+            )
+            engine = Engine.build(config)
+            found = [out["logprob"] for out in engine.forward(samples)]
+            engine.forward_backward(samples, CASE.objective(), normalise=CASE.normalise)
+            got = engine.gradients()
+            if compares:
+                got = {key: gradient.to(world().device) for key, gradient in got.items()}
+                for check, (figure, where) in figures((found, got), (logprobs, wanted), samples).items():
+                    row = {"dtype": dtype, "check": check, "case": name, "figure": figure, "where": where}
+                    rows.append(row | {"kernel": engine.builder.kernel.name})
+            del engine, got
+    return rows
+
+
+def two_rank_rows(folder: str, path: Path, smoke: bool, base: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    for row in launch(in_ranks, folder, path, smoke, ranks=2, timeout_s=200)[0]:
+        dtype = row.pop("dtype")
+        limit = BFLOAT16_FACTOR * base[row["check"]] if dtype == "bfloat16" else 1e-5
+        yield {"part": f"two ranks, {dtype}", **row, "limit": limit}
+
+
 def rows_of(subject: Subject) -> Iterator[dict[str, Any]]:
     """Every part that suits the model."""
     deep, gpu = subject.name in DEEP, torch.cuda.is_available()
@@ -296,21 +342,30 @@ def rows_of(subject: Subject) -> Iterator[dict[str, Any]]:
 
 def run() -> None:
     asked: Settings = settings("parity on one GPU")
-    torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions: the patch embedding of both sides
+    exact_convolutions()
     report = Report("parity_gpu", asked, __doc__ or "")
     wanted = [name for name in MODELS if (name in asked.only if asked.only else name not in DEEP)]
+    two = torch.cuda.device_count() > 1 or not torch.cuda.is_available()
     scratch = "/dev/shm" if Path("/dev/shm").is_dir() else None
     for name in wanted:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
             subject = make_subject(name, folder, asked.smoke)
+            base: dict[str, float] = {}
             try:
                 for row in rows_of(subject):
                     held = None if row["limit"] is None else row["figure"] <= row["limit"]
                     report.add(model=name, **row, held=held)
+                    if (row["part"], row["case"]) == ("bfloat16", "packed"):
+                        base[row["check"]] = row["figure"]
+                path = Path(folder) / "truth.pt"
+                save_truth(subject, path)
+                del subject
+                free()
+                for row in two_rank_rows(folder, path, asked.smoke, base) if two else ():
+                    report.add(model=name, **row, held=row["figure"] <= row["limit"])
             except (RuntimeError, ValueError, ImportError) as error:  # one model's failure leaves the others' rows
                 report.skip(f"{type(error).__name__}: {error}", model=name)
-            del subject
         free()
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
         report.save(bars=bar, unit="figure / limit (held: at most 1)")
