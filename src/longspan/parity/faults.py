@@ -3,8 +3,8 @@
 Every fault is a bug that some public project shipped (its code in cases/bugs.md stands in front) or its neighbour. A
 fault knows nothing of the checks; `longspan parity --plant NAME` and `make mutants` show which check catches it.
 Attributes are set on modules and classes from outside on purpose: the engine has no hooks for this. The wrong
-functions themselves: faults_data.py (what a rank is given), faults_model.py (how tokens meet), faults_engine.py
-(sums, ranks, steps).
+functions themselves: faults_data.py (what a rank is given), faults_model.py (how tokens meet), faults_layers.py
+(experts, recurrent layers), faults_engine.py (sums, ranks, steps).
 """
 
 import contextlib
@@ -12,11 +12,12 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from longspan.parity import faults_data, faults_engine, faults_model
+from longspan.parity import faults_data, faults_engine, faults_layers, faults_model
 from longspan.parity.mutation import Fault
 
 FAULTS: dict[str, Fault] = {
-    fault.name: fault for fault in (*faults_data.FAULTS, *faults_model.FAULTS, *faults_engine.FAULTS)
+    fault.name: fault
+    for fault in (*faults_data.FAULTS, *faults_model.FAULTS, *faults_layers.FAULTS, *faults_engine.FAULTS)
 }
 
 

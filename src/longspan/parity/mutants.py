@@ -23,13 +23,13 @@ from longspan.layout import parse_layout
 from longspan.parity.cases import default_cases
 from longspan.parity.cells import Cell
 from longspan.parity.checks import ALL_CHECKS, Plan, Truth, check_layout
-from longspan.parity.compare import Request, brief, prepare, rank_cell
+from longspan.parity.compare import Request, brief, is_moe, prepare, rank_cell
 from longspan.parity.faults import FAULTS, planted, resolve
 from longspan.parity.mutation import Fault
 from longspan.parity.reference import Reference
 from longspan.parity.report import write_json
 
-CASES = ("ppo", "gspo", "distill_topk", "entropy", "together")  # one of each kind of term and reduction
+CASES = ("ppo", "gspo", "distill_topk", "entropy", "together", "moe_aux")  # one of each kind of term and reduction
 HANG_S = 40.0  # a launch whose ranks wait for each other is stopped after this
 GROUP_S = 600.0
 
@@ -68,7 +68,8 @@ def _group(model: str, layout_name: str, faults: Sequence[Fault], *, quick: bool
     layout = parse_layout(layout_name)
     checks = {fault.check for fault in faults} if quick else set(ALL_CHECKS)
     names = {fault.case for fault in faults} if quick else set(CASES)
-    cases = [case for case in default_cases(value_head=True) if case.name in names]
+    reference = Reference(model, dtype=torch.float64, value_head=True)
+    cases = [case for case in default_cases(value_head=True, moe=is_moe(reference)) if case.name in names]
     request = Request(
         model=model,
         layouts={layout_name: layout},
@@ -76,7 +77,7 @@ def _group(model: str, layout_name: str, faults: Sequence[Fault], *, quick: bool
         checks=[check for check in ALL_CHECKS if check in checks],
         steps=2,
     )
-    plan, truth = prepare(request, Reference(model, dtype=torch.float64, value_head=True))
+    plan, truth = prepare(request, reference)
     plan = replace(plan, config=replace(plan.config, layout=layout), probes=plan.probes[:1])
     with TemporaryDirectory(prefix="longspan-mutants-") as folder:
         path = Path(folder) / "truth.pt"
