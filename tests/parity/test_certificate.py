@@ -13,6 +13,7 @@ from longspan.launch import launch, world
 from longspan.layout import Layout
 from longspan.models.tiny import tiny
 from longspan.parity.certificate import certify
+from longspan.parity.command import main as parity
 from longspan.parity.compare import model_hash
 from longspan.parity.faults import planted
 from longspan.parity.reference import Reference, auto_class
@@ -139,3 +140,19 @@ def test_train_certifies_before_step_1_and_keeps_it(certificate, status: int, tm
 def test_certify_needs_the_parity_checks(capsys) -> None:
     assert main([RECIPE, "--certify"]) == 2
     assert "--certify needs the parity checks" in capsys.readouterr().err
+
+
+def test_the_parity_command_writes_a_certificate_a_layout(tmp_path: Path, capsys) -> None:
+    """`longspan parity --certificate FILE`: the same record for each layout, of all default cases."""
+    file = tmp_path / "certificate.json"
+    layouts = "cp2-ring,dp2"
+    asked = ["--model", "tiny:qwen3", "--layouts", layouts, "--lengths", "9,4,1", "--steps", "1", "--device", "cpu"]
+    assert parity([*asked, "--certificate", str(file)]) == 0
+    records = json.loads(file.read_text())
+    assert list(records) == layouts.split(",")
+    for name, record in records.items():
+        assert (record["layout"], record["dtype"], record["passed"], record["misses"]) == (name, "float64", True, [])
+        assert {"language", "embeddings", "value head"} <= set(record["worst_gradient"])
+        assert record["worst_logprob"]["figure"] < 1e-8 and record["n_calls"]["figure"] < 1e-12
+        assert record["leak_probe"]["figure"] == record["ranks_agree"]["figure"] == 0.0
+    assert records["cp2-ring"]["model_hash"] == records["dp2"]["model_hash"]
