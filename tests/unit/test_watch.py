@@ -9,8 +9,10 @@ QUIET = Signals(0, 0)
 PARTS = {"dense": 3.0, "attention": 7.0}
 
 
-def call(measured: float, *, modelled: float = 1.0, layer_s: float = 0.1, after: Signals = QUIET) -> Call:
-    return Call(modelled, measured, PARTS, layer_s, before=QUIET, after=after)
+def call(
+    measured: float, *, modelled: float = 1.0, layer_s: float = 0.1, traffic_s: float = 0.0, after: Signals = QUIET
+) -> Call:
+    return Call(modelled, measured, PARTS, layer_s, traffic_s, before=QUIET, after=after)
 
 
 def settled(factor: float = 1.0) -> Watch:
@@ -68,6 +70,16 @@ def test_small_layers_are_the_hosts():
     other = Watch("mine", "cpu")
     other.see(call(1.0))
     assert "constants" in (other.see(call(2.0, layer_s=0.0005)) or "")
+
+
+def test_several_ranks_wait_for_each_other():
+    watch = Watch("mine", "cuda")
+    watch.see(call(1.0))
+    said = watch.see(call(1.3, traffic_s=0.06))
+    assert said is not None and "waiting for other ranks" in said and "0.06 s" in said
+    faster = Watch("mine", "cuda")
+    faster.see(call(1.0))
+    assert "constants" in (faster.see(call(0.5, traffic_s=0.06)) or ""), "nobody is fast by waiting"
 
 
 def test_a_recompilation_does_not_move_the_prediction():

@@ -104,16 +104,20 @@ class CostModel:
     def step_s(self) -> float:
         """Fixed time of a micro-step."""
         machine, shape = self.machine, self.shape
-        gathers = 2.0 if self.num_ranks > 1 else 0.0
-        inside = self.num_ranks <= machine.node_ranks
-        rate = machine.gather_bytes_s if inside else machine.node_exchange_bytes_s
-        # bf16 weights gathered for forward and backward, fp32 gradients scattered once
-        traffic = shape.weights * (gathers * self.bytes_per_value + (4.0 if gathers else 0.0)) / rate
         # fp32 shards come from the host twice and their gradients go once; nothing hides that
         host = 12.0 * shape.weights / self.num_ranks / machine.host_bytes_s if "parameters" in self.offload else 0.0
-        waits = 3.0 * shape.layers * machine.latency_s if gathers else 0.0  # of FSDP's collectives
         exposed = 1.0 - machine.gather_overlap
-        return (machine.launch_s * shape.layers + (traffic + waits) * exposed + host) * self.scale
+        return (machine.launch_s * shape.layers + self.traffic_s * exposed + host) * self.scale
+
+    @property
+    def traffic_s(self) -> float:
+        """FSDP's traffic in a micro-step, hidden or not: weights gathered for forward and backward, fp32 gradients scattered
+        once."""
+        machine, shape = self.machine, self.shape
+        if self.num_ranks == 1:
+            return 0.0
+        rate = machine.gather_bytes_s if self.num_ranks <= machine.node_ranks else machine.node_exchange_bytes_s
+        return shape.weights * (2.0 * self.bytes_per_value + 4.0) / rate + 3.0 * shape.layers * machine.latency_s
 
     def _attention(self, lengths: np.ndarray, size: int) -> np.ndarray:
         shape, machine = self.shape, self.machine

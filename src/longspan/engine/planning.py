@@ -92,12 +92,22 @@ class Planner:
             "plan/idle_share": max(0.0, 1.0 - busy / (self.ranks * units)),
             "plan/over_bound": units / max(lower_bound(lengths, self._limits(batch), cost), 1e-30),
         }
-        layer_s = units / (len(plan.micro_steps) * self.shape.layers)
-        parts = self._parts(batch, plan)
-        said = self.watch.see(Call(units, seconds, parts, layer_s, before=self._before, after=signals()))
+        said = self.watch.see(self._call(batch, plan, units, seconds))
         if said and self.lead:
             log.warning(said)
         return report
+
+    def _call(self, batch: Batch, plan: Plan, units: float, seconds: float) -> Call:
+        steps = len(plan.micro_steps)
+        return Call(
+            modelled_s=units,
+            measured_s=seconds,
+            parts=self._parts(batch, plan),
+            layer_s=units / (steps * self.shape.layers),
+            traffic_s=0.0 if self.model is None else steps * self.model.traffic_s,
+            before=self._before,
+            after=signals(),
+        )
 
     def _limits(self, batch: Batch) -> Limits:
         return self.limits(batch.lengths, _visual_share(batch))

@@ -45,6 +45,7 @@ class Call:
     measured_s: float
     parts: Mapping[str, float]  # modelled work by cause, summed over ranks
     layer_s: float  # modelled time of one layer of one micro-step
+    traffic_s: float  # FSDP's traffic of a rank, as if nothing hid it; 0 on one rank
     before: Signals
     after: Signals
 
@@ -103,6 +104,11 @@ class Watch:
             return "host", (
                 f"the host, which needs longer to issue a layer than the GPU to run it ({call.layer_s * 1e3:.2g} ms). Raise "
                 "max_tokens_per_rank or set compile=True"
+            )
+        if slow and call.traffic_s:
+            return "traffic", (
+                f"waiting for other ranks: of FSDP's traffic ({call.traffic_s:.2g} s a call) the plan counts little as visible, and "
+                "ranks that start late are not in it. A profile of one call shows where the device is idle"
             )
         part = max(call.parts, key=lambda name: call.parts[name])
         share = call.parts[part] / max(sum(call.parts.values()), 1e-30)
