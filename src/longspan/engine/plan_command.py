@@ -45,7 +45,7 @@ class PlanOptions:
     gpus: int | None = None
     """Number of GPUs; by default this machine's."""
     gpu_memory_gib: float | None = None
-    """Memory of one GPU; by default the machine's."""
+    """Memory of one GPU; by default that of this machine's GPU, or where there is none of --machine."""
     machine: str = "h200"
     """Machine constants: a shipped name, or a JSON file from `longspan bench --calibrate`."""
     trained_share: float = 1.0
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         shape,
         _lengths(options),
         options.gpus if options.gpus is not None else max(1, torch.cuda.device_count()),
-        options.gpu_memory_gib if options.gpu_memory_gib is not None else machine.memory_gib,
+        options.gpu_memory_gib if options.gpu_memory_gib is not None else _memory_gib(machine),
         machine,
         recurrent=shape.linear_layers > 0,
         windowed=shape.window is not None,
@@ -87,6 +87,12 @@ def main(arguments: Sequence[str]) -> int:
     if options.picture is not None:
         _draw(request, found, Path(options.picture))
     return 0
+
+
+def _memory_gib(machine: Machine) -> float:
+    if not torch.cuda.is_available():
+        return machine.memory_gib
+    return torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
 def _lengths(options: PlanOptions) -> tuple[int, ...]:

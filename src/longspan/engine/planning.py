@@ -55,6 +55,8 @@ class Planner:
         self.model = None if named == "auto" else _cost_model(self.shape, config, self.layout, self.ranks, named)
         self.memory_of = partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device)
         self.room_gib = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
+        if self.budget == "auto":
+            self.limits([1])  # a model that the GPU cannot hold is refused here, not in the first call
         self.watch = Watch(None if self.model is None else self.model.machine.name, mesh.device.type)
         self._before = signals()
 
