@@ -13,7 +13,8 @@ from longspan import AdamW, Engine, EngineConfig, Objective, Sample, launch
 from longspan.layout import parse_layout
 from longspan.models.loading import load_model
 from longspan.parity.oracle_attention import use_plain_layers
-from longspan.parity.reference import load_plain
+from longspan.parity.reference import Reference, load_plain
+from longspan.parity.samples import default_samples, fill_fields
 
 LORA = "longspan.engine.megatron.lora:"
 CONFIGS = {
@@ -43,7 +44,8 @@ def samples():
 def build(name, backend="megatron", **settings):
     """Recomputed in full, so that backward meets another micro-step's adapters if it can."""
     defaults = {"dtype": "float64", "max_tokens_per_rank": 44, "lora": CONFIGS, "recompute": "full"}
-    return Engine.build(EngineConfig("tiny:qwen3", layout=parse_layout(name), backend=backend, **(defaults | settings)))
+    settings = {"model": "tiny:qwen3", **defaults, **settings}
+    return Engine.build(EngineConfig(layout=parse_layout(name), backend=backend, **settings))
 
 
 def stepped(engine):
@@ -53,6 +55,33 @@ def stepped(engine):
     for adapter in CONFIGS:
         engine.optim_step(STEP, adapter=adapter)
     return gradients, engine.state_dict()
+
+
+MORE = {  # recurrent layers, a tower, shared experts: (model, targets), against the fsdp backend
+    "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "down_proj"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "o_proj"],
+    "qwen3_vl": ["qkv", "q_proj", "linear_fc2"],
+    "qwen3_5_moe": ["gate_proj", "up_proj", "down_proj", "v_proj"],
+}
+
+
+def of_other_families(given):
+    """Worst distance of a gradient from the fsdp backend's, by model."""
+    found = {}
+    for model, targets in MORE.items():
+        config = {"x": LoraConfig(r=3, init_lora_weights=False, target_modules=targets)}
+        both = []
+        for name, backend in (("tp2-sp", "megatron"), ("dp2", "fsdp")):
+            engine = build(name, backend, model=f"tiny:{model}", lora=config, max_tokens_per_rank=80)
+            engine.forward_backward(given[model], Objective("importance_sampling"))
+            both.append(engine.gradients())
+        found[model] = distance(*both)
+    return found
+
+
+def with_media(model):
+    reference = Reference(f"tiny:{model}", dtype=torch.float64)
+    return fill_fields(default_samples(reference, (13, 1, 40, 7)), reference)
 
 
 def every_layout(folder):
@@ -99,7 +128,9 @@ def oracle():
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
-    results = launch(every_layout, str(folder), ranks=2, timeout_s=200)
+    given = {model: with_media(model) for model in MORE}
+    more = of_other_families
+    results = launch(lambda: {**every_layout(str(folder)), "more": more(given)}, ranks=2, timeout_s=200)
     for name in LAYOUTS:
         for mine, other in zip(results[0][name], results[1][name], strict=True):
             assert all(torch.equal(mine[key], other[key]) for key in mine), name
@@ -152,3 +183,9 @@ def test_adapters_are_exported_in_full(two_ranks):
         merged.detach(), base + CONFIGS["a"].lora_alpha / CONFIGS["a"].r * (b @ a), rtol=0, atol=1e-12
     )
     assert {path.name for path in (folder / "adapters").iterdir() if path.is_dir()} == {"a", "b"}
+
+
+@installed
+@pytest.mark.parametrize("model", MORE)
+def test_adapters_of_other_families_equal_the_fsdp_backend_s(two_ranks, model):
+    assert two_ranks[0]["more"][model] <= 1e-8

@@ -1,4 +1,6 @@
-"""What every backend does to an adapter before it spreads its parameters: the same rules and the same names in each."""
+"""What every backend does to an adapter before it spreads its parameters: the same rules and names in each."""
+
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from longspan.engine.config import EngineConfig
 from longspan.errors import UserError
 from longspan.models.adapter import Adapter
 
-__all__ = ["check_lora", "make_value_head", "set_mtp"]
+__all__ = ["check_lora", "make_value_head", "pick_adapter", "set_mtp"]
 
 
 def make_value_head(adapter: Adapter, seed: int, dtype: torch.dtype) -> nn.Linear:
@@ -41,3 +43,18 @@ def set_mtp(adapter: Adapter, config: EngineConfig) -> None:
     if adapter.mtp is not None:
         adapter.mtp.steps, adapter.mtp.joint = config.mtp_steps, config.mtp_joint
         adapter.mtp.requires_grad_(config.mtp_steps > 0)
+
+
+def pick_adapter(adapters: Collection[str], name: str | None) -> str | None:
+    """Which parameters a step moves: those of one adapter, or (without LoRA) all."""
+    if not adapters:
+        if name is not None:
+            raise UserError(
+                f"adapter={name!r}: this engine has no LoRA adapters. Build it with lora={{name: LoraConfig}}"
+            )
+        return None
+    if name is None and len(adapters) == 1:
+        return next(iter(adapters))
+    if name not in adapters:
+        raise UserError(f"adapter={name!r} is not one of {sorted(adapters)}. Name the adapter to step")
+    return name

@@ -9,6 +9,7 @@ are targets that are no linear layer (embeddings, the output layer, convolutions
 vision tower (patches carry no adapter id).
 """
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -113,7 +114,7 @@ def add_adapters(adapter: Adapter, configs: Mapping[str, LoraConfig], seed: int)
 def _inject(config: LoraConfig, model: nn.Module, name: str) -> None:
     """peft's own refusals (unknown targets, layers it has no LoRA for), as ours."""
     try:
-        inject_adapter_in_model(config, model, adapter_name=name)
+        inject_adapter_in_model(copy.deepcopy(config), model, adapter_name=name)  # peft writes into what it is given
     except (ValueError, TypeError) as error:
         raise UserError(
             f"adapter {name!r}: peft cannot put LoRA on target_modules={config.target_modules!r}: {str(error)[:200]} "

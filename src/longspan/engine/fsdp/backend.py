@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.engine import checkpoint
 from longspan.engine.backend import Head, MicroStep, Program
+from longspan.engine.common import check_lora, make_value_head, pick_adapter, set_mtp
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.fsdp.compiled import compile_layers, keeps_of
 from longspan.engine.fsdp.host import CHECKPOINT, HostStore
@@ -52,13 +53,13 @@ class FSDPBackend:
             raise UserError(f"etp={config.layout.etp} needs backend='megatron'; the fsdp backend keeps an expert whole")
         self.mesh = mesh
         self.adapter = adapter
-        _check_lora(config)
+        check_lora(config)
         compute = DTYPES[config.dtype]
         self.master = torch.float64 if compute == torch.float64 else torch.float32
-        value_head = _make_value_head(adapter, config.seed, self.master) if config.value_head else None
+        value_head = make_value_head(adapter, config.seed, self.master) if config.value_head else None
         self.routing = None if config.lora is None else add_adapters(adapter, config.lora, config.seed)
         self.lora = config.lora or {}
-        _set_mtp(adapter, config)
+        set_mtp(adapter, config)
         self.policy = Policy(adapter, value_head, self.routing)
         _freeze(self.policy, config.freeze, adapter)
         if config.mlp_tile and not tile_mlps(adapter, config.mlp_tile):
@@ -108,7 +109,7 @@ class FSDPBackend:
             self.policy.reshard()
 
     def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:
-        adapter = self._adapter(adapter)
+        adapter = pick_adapter(self.lora, adapter)
         parameters = self._stepped(adapter)
         norm = gradient_norm(parameters, self.mesh.all)
         self._check_finite(norm)
@@ -122,20 +123,6 @@ class FSDPBackend:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return {"grad/norm": float(norm), "grad/clip": 1.0 if coefficient is None else float(coefficient)}
-
-    def _adapter(self, name: str | None) -> str | None:
-        """Which parameters a step moves: those of one adapter, or (without LoRA) all."""
-        if not self.lora:
-            if name is not None:
-                raise UserError(
-                    f"adapter={name!r}: this engine has no LoRA adapters. Build it with lora={{name: LoraConfig}}"
-                )
-            return None
-        if name is None and len(self.lora) == 1:
-            return next(iter(self.lora))
-        if name not in self.lora:
-            raise UserError(f"adapter={name!r} is not one of {sorted(self.lora)}. Name the adapter to step")
-        return name
 
     def _stepped(self, adapter: str | None) -> list[nn.Parameter]:
         """What a step moves: the factors of one adapter, with the value head where it is the only one; or everything."""
@@ -310,40 +297,6 @@ def full(tensor: Tensor) -> Tensor:
     """The whole tensor on the CPU, on every rank."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().to("cpu", copy=True)  # a copy: on one rank the whole is the live shard
-
-
-def _make_value_head(adapter: Adapter, seed: int, dtype: torch.dtype) -> nn.Linear:
-    """Scalar head on the last hidden state: weights N(0, 0.02) from the seed, bias 0; the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    head = nn.Linear(adapter.hidden_size, 1, dtype=dtype)
-    with torch.no_grad():
-        head.weight.normal_(0.0, 0.02, generator=generator)
-        head.bias.zero_()
-    return head
-
-
-def _check_lora(config: EngineConfig) -> None:
-    """Adapters train alone: nothing else moves, but a value head where there is one adapter to step with."""
-    adapters = sorted(config.lora or {})
-    if adapters and config.mtp_steps:
-        raise UserError(
-            f"mtp_steps={config.mtp_steps}: the base of the adapters {adapters} is frozen, `mtp.*` with it. Set mtp_steps=0"
-        )
-    if len(adapters) > 1 and config.value_head:
-        raise UserError(
-            f"value_head=True with the adapters {adapters}: one head cannot take each adapter's own step. Build an engine an adapter"
-        )
-
-
-def _set_mtp(adapter: Adapter, config: EngineConfig) -> None:
-    """A head that is not trained is carried along: no gradient, no weight decay."""
-    if config.mtp_steps and adapter.mtp is None:
-        raise UserError(
-            f"mtp_steps={config.mtp_steps}: {config.model} has no multi-token-prediction head (`mtp.*` tensors)"
-        )
-    if adapter.mtp is not None:
-        adapter.mtp.steps, adapter.mtp.joint = config.mtp_steps, config.mtp_joint
-        adapter.mtp.requires_grad_(config.mtp_steps > 0)
 
 
 def _freeze(policy: Policy, freeze: tuple[str, ...], adapter: Adapter) -> None:

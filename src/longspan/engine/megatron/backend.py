@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longspan.engine import checkpoint
 from longspan.engine.backend import Head, MicroStep, Program
+from longspan.engine.common import pick_adapter
 from longspan.engine.config import EngineConfig
 from longspan.engine.megatron.build import build_chunks
 from longspan.engine.megatron.groups import make_groups
@@ -170,7 +171,7 @@ class MegatronBackend:
     # the step
 
     def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:
-        adapter = self._adapter(adapter)
+        adapter = pick_adapter(self.lora, adapter)
         if adapter not in self.touched:
             raise UserError("optim_step found no gradient. Call forward_backward first")
         moved = self._moved_by(adapter)
@@ -195,18 +196,6 @@ class MegatronBackend:
         optimizer.zero_grad(set_to_none=True)
         self._publish()
         return {"grad/norm": float(norm), "grad/clip": 1.0 if coefficient is None else float(coefficient)}
-
-    def _adapter(self, name: str | None) -> str | None:
-        """Which parameters a step moves: those of one adapter, or (without LoRA) all."""
-        if not self.lora and name is not None:
-            raise UserError(
-                f"adapter={name!r}: this engine has no LoRA adapters. Build it with lora={{name: LoraConfig}}"
-            )
-        if name is None and len(self.lora) == 1:
-            return next(iter(self.lora))
-        if self.lora and name not in self.lora:
-            raise UserError(f"adapter={name!r} is not one of {sorted(self.lora)}. Name the adapter to step")
-        return name
 
     def _norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Global L2 norm from slices, each element counted once: repeated parameters by the first tp rank. [] fp64."""
