@@ -11,7 +11,7 @@ Rows with images decode them on the host inside the step; `tower_ms` is the visi
 MFU: 6 * (parameters without the embedding) * T (4 * for frozen weights under LoRA) + 3 * causal attention forward FLOPs
 (2 * sum(L^2) * H * D a layer), over 989 TFLOP/s a GPU; recomputation, DeltaNet's scans and the vision tower are not
 counted. Peak: allocator's, with gradients; fp32 masters, no Adam moments. No kernel's time depends on random weights.
-`kernels_ms`: device time of one more step under torch's profiler, by kind and of the longest kernels.
+`device_ms`: one more step under torch's profiler, see timeline.py. "cp/.../nccl": keys and heads travel by collectives.
 Cases that share an engine run in one process, after each other; a case that runs out of memory is skipped.
 """
 
@@ -19,7 +19,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from common import PEAK_TFLOPS, Report, Settings, causal_flops, settings, times_ms
 from shapes import batch, config_of, lora_of, picture_batch
-from torch.profiler import ProfilerActivity, profile
+from timeline import device_time
 from transformers import PretrainedConfig
 
 from longspan import Engine, EngineConfig, Layout, Objective, Sample
@@ -41,6 +41,7 @@ from longspan.engine.steps import Keep
 from longspan.errors import LongspanError, OutOfMemory
 from longspan.launch import launch, world
 from longspan.layout import Mesh, resolve
+from longspan.mixers import Collective, make_mixer
 from longspan.models.attention_bridge import use_vision_bridge
 from longspan.models.loading import adapt, build_random
 from longspan.models.qwen3_vl import run_tower
@@ -67,17 +68,18 @@ class Case:
     recompute: str = "selective"
     model: str = "qwen3-1.7b"
     offload: tuple[str, ...] = ()
+    collective: bool = False  # travels between ranks by NCCL where symmetric memory would do
 
     @property
     def label(self) -> str:
         """What --only selects by."""
         model = "" if self.model == "qwen3-1.7b" else f"{self.model}/"
-        return f"{self.part}/{model}{self.name}/{'compiled' if self.compile else 'eager'}/{self.recompute}"
+        return f"{self.part}/{model}{self.name}/{'compiled' if self.compile else 'eager'}/{self.recompute}{'/nccl' if self.collective else ''}"
 
     @property
     def engine(self) -> tuple[Any, ...]:
         """Cases with the same one run on one engine."""
-        return self.model, self.layout, self.compile, self.recompute, self.offload
+        return self.model, self.layout, self.compile, self.recompute, self.offload, self.collective
 
 
 def cases(asked: Settings, gpus: int) -> list[Case]:
@@ -96,7 +98,11 @@ def cases(asked: Settings, gpus: int) -> list[Case]:
     ]
     if gpus > 1:
         short = (8, 12, 16, 12) if asked.smoke else SHORT
-        found += [Case("cp", name, lengths, Layout(cp=2)) for name, lengths in rows.items()]
+        found += [
+            Case("cp", name, lengths, Layout(cp=2), recompute=recompute, collective=collective)
+            for recompute, collective in (("selective", False), ("none", False), ("selective", True))
+            for name, lengths in rows.items()
+        ]
         found += [Case("short", "rows of 1-2k", short, layout) for layout in (Layout(dp=2), Layout(cp=2))]
     return [case for case in found if asked.wants(case.label)]
 
@@ -124,7 +130,10 @@ def build(case: Case, smoke: bool, tokens: int) -> Engine:
         offload=case.offload,
     )
     mesh = Mesh(layout, ranks=here.ranks, rank=here.rank, device=here.device)
-    return Engine(config, adapter, mesh, FSDPBackend(config, adapter, mesh))
+    engine = Engine(config, adapter, mesh, FSDPBackend(config, adapter, mesh))
+    if case.collective:
+        engine.builder.mixer = make_mixer(layout, Collective())
+    return engine
 
 
 def model_flops(engine: Engine, lengths: tuple[int, ...]) -> float:
@@ -151,7 +160,7 @@ def measure(group: list[Case], smoke: bool, repeats: int) -> list[dict[str, Any]
     for case in group:
         known = {"part": case.part, "model": case.model, "case": case.name, "layout": engine.mesh.layout.name}
         known |= {"ranks": ranks, "kernel": engine.builder.kernel.name, "compile": case.compile}
-        known |= {"recompute": case.recompute}
+        known |= {"recompute": case.recompute, "collective": case.collective}
         try:
             found.append(known | _measure(engine, case, repeats, smoke))
         except OutOfMemory as error:
@@ -192,36 +201,9 @@ def _measure(engine: Engine, case: Case, repeats: int, smoke: bool) -> dict[str,
     }
     if engine.adapter.reader is not None:
         row |= _tower(engine, samples, repeats)
-    if case.part == "one" and on_gpu:
-        row["kernels_ms"] = kernel_ms(lambda: engine.forward_backward(samples, objective))
+    if case.part in ("one", "cp", "short") and on_gpu:
+        row["device_ms"] = device_time(lambda: engine.forward_backward(samples, objective))
     return row
-
-
-KINDS = {  # of kernels, by a part of the name, first match
-    "attention": ("flash", "fmha"),
-    "matmul": ("nvjet", "gemm", "cutlass", "cublas"),
-    "compiled elementwise": ("triton_",),
-    "head rows": ("_stats_kernel", "_gradient_kernel"),
-    "eager elementwise": ("elementwise", "reduce"),
-    "copies": ("copy", "memcpy", "cat", "fill", "memset"),
-}
-
-
-def kernel_ms(call: Callable[[], Any]) -> dict[str, float]:
-    """Device time of one call by kind of kernel, and of the twelve longest kernels."""
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        call()
-        torch.cuda.synchronize()
-    spent: dict[str, float] = dict.fromkeys([*KINDS, "other"], 0.0)
-    single: dict[str, float] = {}
-    for event in found.key_averages():
-        ms = event.self_device_time_total / 1e3
-        name = event.key.lower()
-        kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
-        spent[kind] += ms
-        single[f"kernel {event.key[:90]}"] = ms
-    longest = dict(sorted(single.items(), key=lambda item: -item[1])[:12])
-    return {name: round(ms, 2) for name, ms in (spent | longest).items()}
 
 
 def _tower(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, Any]:

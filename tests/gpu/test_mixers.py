@@ -35,7 +35,8 @@ HEADS, KV_HEADS, DIM = 8, 4, 64
 def mixers(device: torch.device) -> list[tuple[str, Mixer]]:
     found: list[tuple[str, Mixer]] = [("ulysses", Ulysses()), ("gather", Gather())]
     for name, transport in (("nccl", Collective()), ("symmetric", Symmetric(device))):
-        found += [(f"ring {name}", Ring(transport)), (f"overlapped {name}", OverlappedUlysses(transport))]
+        found.append((f"ring {name}", Ring(transport)))
+        found += [(f"overlapped in {n} {name}", OverlappedUlysses(transport, n)) for n in (1, 2)]
     return found
 
 
