@@ -36,7 +36,7 @@ from longspan.parity.reference import Reference
 from longspan.parity.report import write_json
 from longspan.parity.samples import fill_fields
 from longspan.parity.sweep_coverage import REPEATED, covered
-from longspan.parity.sweep_examples import MODELS, OTHER_BACKEND, Example, examples, make_sample
+from longspan.parity.sweep_examples import DRAFTING, DRAFTS, MODELS, OTHER_BACKEND, Example, examples, make_sample
 
 EXAMPLES = 40  # of one launch
 LIMIT = LIMITS["float64"]
@@ -87,6 +87,7 @@ def run(example: Example, samples: Sequence[Sample]) -> Said:
         backend=example.backend,
         dtype="float64",
         value_head=True,
+        mtp_steps=DRAFTS if example.model in DRAFTING else 0,
         max_tokens_per_rank=budget,
         recompute=example.recompute,
         dynamic_cp=example.dynamic_cp,
@@ -192,7 +193,7 @@ def sweep_ranks(number: int, start: int, models: Sequence[str], backend: str = "
     @given(examples(dist.get_world_size(), models, backend))
     def check(example: Example) -> None:
         if example.model not in references:
-            references[example.model] = Reference(example.model, dtype=torch.float64, value_head=True)
+            references[example.model] = Reference(example.model, dtype=torch.float64, value_head=True, mtp_steps=DRAFTS)
         reference = references[example.model]
         samples = fill_fields([make_sample(row) for row in example.rows], reference)
         dist.broadcast_object_list([(example, samples)], src=0)

@@ -15,7 +15,7 @@ from longspan.layout import layout_index
 from longspan.parity.sweep_examples import END, IMAGE, MODELS, START, Example
 
 REPEATED = "example seen before in its launch"
-TERMS = ("kl", "entropy", "value", "moe_aux")
+TERMS = ("kl", "entropy", "value", "moe_aux", "mtp")
 LOSSES = ("cross_entropy", "importance_sampling", "reinforce", "value", "distill_topk", "ppo", "cispo", "gspo", "dro")
 RULES = ("token", "sample", "sample_sum", "constant", "sum")
 MIXERS = ("ring cp2", "ring cp3", "ring cp4", "gather cp2", "gather cp3", "gather cp4", "ulysses cp2", "ulysses cp4")

@@ -28,12 +28,14 @@ TEXT = (
     "tiny:smollm3",
 )
 WITH_IMAGES = ("tiny:qwen3_vl", "tiny:qwen3_5_vl", "tiny:qwen3_vl_moe")
-RECURRENT = ("tiny:qwen3_5", "tiny:qwen3_5_vl", "tiny:qwen3_5_moe", "tiny:qwen3_next")
+RECURRENT = ("tiny:qwen3_5", "tiny:qwen3_5_vl", "tiny:qwen3_5_moe", "tiny:qwen3_5_mtp", "tiny:qwen3_next")
 MOE = ("tiny:qwen3_moe", "tiny:qwen3_vl_moe", "tiny:qwen3_5_moe", "tiny:qwen3_next", "tiny:gpt_oss")
+DRAFTING = ("tiny:qwen3_5_mtp",)  # with a head that predicts DRAFTS tokens ahead
+DRAFTS = 2
 MODELS = tuple(dict.fromkeys((*TEXT, *WITH_IMAGES, *RECURRENT, *MOE)))
 OTHER_BACKEND = (  # in the megatron backend's tables
     *("tiny:llama", "tiny:mistral", "tiny:qwen2", "tiny:qwen3", "tiny:qwen3_moe", "tiny:qwen3_vl", "tiny:qwen3_vl_moe"),
-    *RECURRENT,
+    *(name for name in RECURRENT if name not in DRAFTING),
 )
 CELL = 8  # pixels a visual token of the tiny towers is high and wide
 IMAGE, VIDEO, START, END = 93, 94, 95, 96
@@ -106,6 +108,8 @@ def cases(draw: st.DrawFn, model: str) -> Case:
         chosen |= {"value": 0.5, "value_clip": draw(st.sampled_from([None, 0.2]))}
     if model in MOE and draw(st.booleans()):
         chosen |= {"moe_aux": 0.1, "moe_z": 0.01}
+    if model in DRAFTING and draw(st.booleans()):
+        chosen["mtp"] = 0.3
     rule = draw(st.sampled_from(["token", "sample", "sample_sum", "constant", "sum"]))
     return Case(loss, loss, chosen, rule, 37.0 if rule == "constant" else None)
 
