@@ -18,6 +18,15 @@ JOBS = (
     Job("qwen3", ("pp2-vpp2",), ("together",), num_layers=4),
     Job("qwen3_moe", ("pp2", "pp2-vpp2"), ("ppo", "moe_aux", "moe_z"), "routers", num_layers=4),
 )
+FOUR = (
+    Job(
+        "qwen3",
+        ("pp2-vpp2-tp2-sp", "pp2-vpp2-cp2-ring", "pp4-vpp2"),
+        ("together",),
+        checks=("logprob", "gradient"),
+        num_layers=8,
+    ),
+)
 
 
 def samples():
@@ -78,6 +87,13 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize(("job", "layout"), [(job.name, layout) for job in JOBS for layout in job.layouts])
 def test_interleaved_stages_equal_the_oracle(two_ranks, job, layout):
     hold(two_ranks[0], job, layout)
+
+
+@installed
+def test_interleaved_stages_on_four_ranks_equal_the_oracle(tmp_path):
+    table, _ = run(FOUR, tmp_path)
+    for layout in FOUR[0].layouts:
+        hold(table, FOUR[0].name, layout)
 
 
 @installed
