@@ -12,6 +12,7 @@ or the message of a refusal. Finished cells are kept in FILE, so a run that was 
 import argparse
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -35,6 +36,11 @@ from longspan.parity.compare import Request, brief, prepare, rank_cell
 from longspan.parity.reference import Reference
 
 ROOT = Path(__file__).resolve().parent.parent
+ARCHITECTURE = re.compile(r"for \w+For(CausalLM|ConditionalGeneration)\.")
+CAPTION = """\
+fp64 on CPU over gloo, against plain `transformers` on one unpacked sample. A figure is the worst of every token's log-prob
+(absolute), every parameter's gradient and its weight after 3 AdamW steps (relative L2) and every metric, over all losses and
+rules of `longspan parity`; split calls, the leak probe and agreement of ranks hold wherever it is not bold. Blank: not run."""
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 CHECKS = ("logprob", "gradient", "metrics", "calls", "leak", "weights", "ranks", "start")
 SHOWN = ("logprob", "gradient", "metrics", "weights")  # of these a table shows the worst
@@ -225,7 +231,7 @@ def render(families: Mapping[str, Cells]) -> str:
     """Markdown: layouts of every family, then those of some families and the other backend, then what was refused."""
     notes: dict[str, int] = {}
     rows = [name for name in ROWS if name in families]
-    lines = [*_table(families, rows, ALL, notes), ""]
+    lines = [CAPTION, "", *_table(families, rows, ALL, notes), ""]
     lines += [*_table(families, rows, (*RECURRENT, *EXPERTS, *OTHER_BACKEND), notes), ""]
     lines += [f"{number}. {message}" for message, number in notes.items()]
     return "\n".join(lines).rstrip() + "\n"
@@ -236,14 +242,17 @@ def _table(
 ) -> list[str]:
     head = ["| `tiny:` | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     return head + [
-        f"| `{row}` | " + " | ".join(_shown(families[row].get(name), notes) for name in names) + " |" for row in rows
+        f"| `{row}` | "
+        + " | ".join(_shown(families[row].get(name), name in columns(row), notes) for name in names)
+        + " |"
+        for row in rows
     ]
 
 
-def _shown(cell: Mapping[str, Any] | None, notes: dict[str, int]) -> str:
-    """The worst figure; where it is not held, bold; where refused, the number of the note."""
+def _shown(cell: Mapping[str, Any] | None, asked: bool, notes: dict[str, int]) -> str:
+    """The worst figure; where it is not held, bold; where refused, the number of the note; "-" where nothing is asked."""
     if cell is None:
-        return ""
+        return "" if asked else "-"
     if "refused" in cell:
         number = notes.setdefault(_general(cell["refused"]), len(notes) + 1)
         return f"refused ({number})"
@@ -255,7 +264,7 @@ def _shown(cell: Mapping[str, Any] | None, notes: dict[str, int]) -> str:
 
 def _general(message: str) -> str:
     """One note for all families that are refused for the same reason."""
-    first = message.splitlines()[0]
+    first = ARCHITECTURE.sub("for this architecture.", message.splitlines()[0])
     for name in sorted(TINY, key=len, reverse=True):
         first = first.replace(f"tiny:{name}", "tiny:...")
     return first
