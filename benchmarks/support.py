@@ -105,8 +105,8 @@ def columns(model: str) -> list[str]:
     return [*found, *OTHER_BACKEND[:2], stages]
 
 
-def run_family(model: str, names: Sequence[str], path: Path) -> None:
-    """Fill the missing cells of one family, writing the file after every launch."""
+def run_family(model: str, names: Sequence[str], path: Path, commit: str) -> None:
+    """Fill the missing cells of one family, writing the file after every launch; a cell says what it ran on."""
     torch.set_num_threads(1)
     cells: Cells = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     missing = [name for name in names if not _settled(cells.get(name, {}))]
@@ -120,7 +120,8 @@ def run_family(model: str, names: Sequence[str], path: Path) -> None:
         stored = Path(folder) / "truth.pt"
         torch.save(truth, stored)
         for group in _groups(missing):
-            cells |= _launch(plan, stored, group)
+            made = _launch(plan, stored, group)
+            cells |= {name: cell | {"on": f"{commit[:7]}, torch {torch.__version__}"} for name, cell in made.items()}
             path.write_text(json.dumps(cells, indent=1), encoding="utf-8")
 
 
@@ -188,7 +189,8 @@ def _cell(name: str, told: Sequence[Any]) -> dict[str, Any]:
 
 def run_all(models: Sequence[str], only: Sequence[str], out: Path, jobs: int, budget_s: float, commit: str) -> None:
     """One process a family, `jobs` at once; what is not done after the budget stays missing."""
-    parts = out.with_suffix(".parts")
+    parts, origin = out.with_suffix(".parts"), provenance(ROOT)
+    commit = commit or str(origin["commit"])
     deadline = time.monotonic() + budget_s
 
     def one(model: str) -> None:
@@ -198,6 +200,7 @@ def run_all(models: Sequence[str], only: Sequence[str], out: Path, jobs: int, bu
             return
         path = parts / f"{model}.json"
         command = [sys.executable, __file__, "--family", model, "--layouts", ",".join(names), "--out", str(path)]
+        command += ["--commit", commit]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
             _, said = process.communicate(timeout=left)
@@ -211,8 +214,7 @@ def run_all(models: Sequence[str], only: Sequence[str], out: Path, jobs: int, bu
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, models))
     families = {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(parts.glob("*.json"))}
-    record = {"what": "longspan parity in fp64, CPU over gloo", **provenance(ROOT), "families": families}
-    record["commit"] = commit or record["commit"]
+    record = {"what": "longspan parity in fp64, CPU over gloo", **origin, "commit": commit, "families": families}
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -302,7 +304,7 @@ def main() -> int:
             put(asked.readme, table)
         return 0
     if asked.family is not None:
-        run_family(asked.family, only, asked.out)
+        run_family(asked.family, only, asked.out, asked.commit)
         return 0
     models = asked.models.split(",")
     if unknown := sorted(set(models) - set(TINY)):
