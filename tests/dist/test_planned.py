@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from longspan import Engine, EngineConfig, Layout, Sample, launch
+from longspan import Engine, EngineConfig, Layout, Sample, UserError, launch
 from longspan.data.machine import Machine
 
 
@@ -90,3 +90,23 @@ def test_a_cpu_without_constants_says_nothing():
     reports, said = launch(observed, "auto", ranks=2, timeout_s=60)[0]
     assert said == []
     assert reports[0]["plan/predicted_s"] == 0 and reports[-1]["plan/predicted_s"] > 0
+
+
+def budgets():
+    engine = Engine.build(EngineConfig(model="tiny:qwen3_vl"))
+    planner = engine.planner
+    on_cpu = planner.limits([20000]).budget
+    planner.room_gib = 1.2  # as a GPU would say
+    text, seeing = planner.limits([1]).budget, planner.limits([1], 0.49).budget
+    planner.room_gib, planner._budgets = 0.5, {}
+    try:
+        planner.limits([1])
+    except UserError as error:
+        return on_cpu, text, seeing, planner.memory_of(0.5).peak(seeing), str(error)
+
+
+def test_auto_budget_is_what_the_memory_model_says():
+    on_cpu, text, seeing, peak, refusal = launch(budgets, ranks=1, timeout_s=60)[0]
+    assert on_cpu == 10000 * 2 and seeing < text
+    assert peak <= (0.94 * 1.2 - 0.6) * 2**30
+    assert "0.5 GiB a GPU are too little for this model on 1 ranks" in refusal and "Use at least" in refusal

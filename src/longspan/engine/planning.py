@@ -4,6 +4,7 @@ The same inputs on every rank give the same plan (law 2). Does not know tensors 
 """
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ __all__ = ["Planner", "cp_sizes", "heads_per_rank", "mixer_choice"]
 log = logging.getLogger("longspan.plan")
 
 CPU_BUDGET = 8192  # tokens a rank under max_tokens_per_rank="auto" without a GPU: small models, host memory
+SHARES = 64  # steps in which the share of visual tokens is rounded up: a budget is searched once for each
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2}
 MACHINE = "h200"  # whose constants rank mixers and plans where none are named: only their ratios matter then
 
@@ -55,6 +57,7 @@ class Planner:
         self.model = None if named == "auto" else _cost_model(self.shape, config, self.layout, self.ranks, named)
         self.memory_of = partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device)
         self.room_gib = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
+        self._budgets: dict[float, int] = {}  # tokens a rank under "auto", by the share of visual tokens
         if self.budget == "auto":
             self.limits([1])  # a model that the GPU cannot hold is refused here, not in the first call
         self.watch = Watch(None if self.model is None else self.model.machine.name, mesh.device.type)
@@ -65,7 +68,10 @@ class Planner:
         An explicit budget is hard."""
         budget = self.budget
         if budget == "auto" and self.room_gib is not None:
-            budget = self.memory_of(visual_share).budget(self.room_gib, size=self.layout.cp)
+            share = math.ceil(visual_share * SHARES) / SHARES
+            if share not in self._budgets:
+                self._budgets[share] = self.memory_of(share).budget(self.room_gib, size=self.layout.cp)
+            budget = self._budgets[share]
         elif budget == "auto":
             size = self.layout.cp if self.sizes is None else max(self.sizes)
             budget = max(CPU_BUDGET, -(-max(lengths) // (2 * size)) * 2)
@@ -112,7 +118,8 @@ class Planner:
         )
 
     def _limits(self, batch: Batch) -> Limits:
-        return self.limits(batch.lengths, _visual_share(batch))
+        shares = [sum(media) / length for media, length in zip(batch.media_tokens, batch.lengths, strict=True)]
+        return self.limits(batch.lengths, max(shares))  # any micro-step may consist of the samples that see most
 
     def _cost(self, batch: Batch) -> tuple[Callable[[int, int], float], float]:
         """Time of a sample at a CP size, and of a micro-step as such."""
@@ -120,7 +127,8 @@ class Planner:
             return default_cost, 1024.0  # of default_cost's unit, tokens
         total = sum(batch.lengths)
         trained = sum(int(row["needed"].sum()) for row in batch.tensors) / total
-        model = replace(self.model, trained_share=trained, visual_share=_visual_share(batch))
+        visual = sum(map(sum, batch.media_tokens)) / total
+        model = replace(self.model, trained_share=trained, visual_share=visual)
         return model, model.step_s
 
     def _parts(self, batch: Batch, plan: Plan) -> dict[str, float]:
@@ -135,11 +143,6 @@ class Planner:
             for name, values in model.parts(lengths.numpy(), size).items():
                 found[name] = found.get(name, 0.0) + size * float(values.sum())
         return found
-
-
-def _visual_share(batch: Batch) -> float:
-    """Visual tokens, of all."""
-    return sum(map(sum, batch.media_tokens)) / sum(batch.lengths)
 
 
 def mixer_choice(config: EngineConfig, adapter: Adapter) -> MixerChoice:
