@@ -48,13 +48,15 @@ class HostStore:
 
     def checkpoint(self, layer: Callable[..., Any], *inputs: Any) -> Any:
         """torch's checkpoint of `layer`, its input tensors parked. Takes the place of transformers' checkpointing function."""
-        with saved_tensors_hooks(
-            self.park, _bring
-        ):  # inside, the checkpoint's own hooks keep what layers save out of these
+        # inside, the checkpoint's own hooks keep what layers save out of these
+        with saved_tensors_hooks(self.park, _bring):
             return checkpoint(layer, *inputs, **CHECKPOINT)
 
     def park(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start copying x to the host; the function brings it back, once."""
+        """Start copying x to the host; the function brings it back, once. An empty tensor, or one that is no activation of
+        this device (torch 2.11's checkpoint saves an empty CPU tensor beside its inputs), stays where it is."""
+        if x.device.type != self.device.type or not x.numel():
+            return lambda: x
         source = x.detach().contiguous().view(-1).view(torch.uint8)
         parked = Parked(x.shape, x.dtype, source.numel(), [self._block() for _ in range(-(-source.numel() // BLOCK))])
         self._copy(((block[: len(part)], part) for block, part in _parts(parked, source)))
