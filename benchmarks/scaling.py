@@ -5,8 +5,8 @@
     python benchmarks/scaling.py --only dynamic   # 63 short rows and one of 64k, and a long tail: CP 2, CP 4, dynamic CP
 
 One `forward_backward`, PPO with entropy, bf16 over fp32 masters, compiled layers, no optimizer; wall clock of the slowest
-rank with the device synchronised on both sides. `efficiency`: time on one GPU over (GPUs * time). `bare_comm`: share of one
-profiled call in which a NCCL or copy kernel runs and no other kernel does, the worst rank's. `idle_share`, `predicted_s`: the planner's own figures
+rank with the device synchronised on both sides. `efficiency`: time on one GPU over (GPUs * time). `device_ms`: one more call
+under torch's profiler on rank 0, with the time that no kernel ran (timeline.py). `idle_share`, `predicted_s`: the planner's own figures
 for the call (docs/planning.md). `peak`: allocator's, with fp32 masters and gradients, no Adam moments; the largest rank's.
 Without a GPU (--smoke) the same code runs on toy shapes over gloo, and its numbers mean nothing.
 """
@@ -20,16 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Report, Settings, settings
-from step import batch, shape
-from torch.profiler import ProfilerActivity, profile
+from shapes import batch, config_of
+from timeline import device_time
 
 from longspan import Engine, EngineConfig, Layout, Objective
 from longspan.engine.fsdp.backend import FSDPBackend
 from longspan.launch import launch, world
 from longspan.layout import Mesh, resolve
 from longspan.models.loading import adapt, build_random
-
-COMMUNICATION = ("nccl", "memcpy", "symm", "copy_rows")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def _long_tail(unit: int) -> tuple[int, ...]:
 def build(case: Case, smoke: bool) -> Engine:
     """Engine.build, for a config that is no folder: weights are drawn on the device."""
     here = world()
-    known = shape(smoke)
+    known = config_of("qwen3-1.7b", smoke)
     layout = resolve(
         case.layout,
         heads=known.num_attention_heads,
@@ -108,7 +106,11 @@ def measure(case: Case, smoke: bool, repeats: int) -> dict[str, Any]:
         _synchronise(where)
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() / 2**30 if where.type == "cuda" else 0.0
-    mine = (seconds[2:], peak, _bare_communication(engine, samples, objective))
+    if where.type == "cuda":
+        profiled = {"device_ms": device_time(lambda: engine.forward_backward(samples, objective))}
+    else:
+        profiled = {}
+    mine = (seconds[2:], peak)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     ms = [max(values) * 1e3 for values in zip(*(found[0] for found in every), strict=True)]
@@ -119,37 +121,9 @@ def measure(case: Case, smoke: bool, repeats: int) -> dict[str, Any]:
         "ms": ms,
         "tok_per_s": round(sum(case.lengths) / statistics.median(ms) * 1e3),
         "peak_gib": round(max(found[1] for found in every), 2),
-        "bare_comm": round(max(found[2] for found in every), 4),
+        **profiled,
         **{name: metrics[f"plan/{name}"] for name in ("predicted_s", "measured_s", "idle_share", "micro_steps")},
     }
-
-
-def _bare_communication(engine: Engine, samples: list[Any], objective: Objective) -> float:
-    """Share of one call's device time in which data travels and nothing is computed."""
-    where = world().device
-    if where.type != "cuda":
-        engine.forward_backward(samples, objective)
-        return 0.0
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        engine.forward_backward(samples, objective)
-        _synchronise(where)
-    spans: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
-    for event in seen.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            travels = any(word in event.name.lower() for word in COMMUNICATION)
-            spans[travels].append((event.time_range.start, event.time_range.end))
-    computing = _covered(spans[0])
-    total = _covered(spans[0] + spans[1])
-    return (total - computing) / total if total else 0.0
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    covered, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered
 
 
 def _synchronise(where: torch.device) -> None:
