@@ -106,10 +106,8 @@ def measure(case: Case, smoke: bool, repeats: int) -> dict[str, Any]:
         _synchronise(where)
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() / 2**30 if where.type == "cuda" else 0.0
-    if where.type == "cuda":
-        profiled = {"device_ms": device_time(lambda: engine.forward_backward(samples, objective))}
-    else:
-        profiled = {}
+    on_gpu = where.type == "cuda"
+    profiled = {"device_ms": device_time(lambda: engine.forward_backward(samples, objective))} if on_gpu else {}
     mine = (seconds[2:], peak)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
