@@ -18,8 +18,5 @@ def fork_server(request):
     megatron-core where a test of that backend is collected."""
     if any("megatron" in item.path.name or item.path.name == "test_large.py" for item in request.session.items):
         PRELOAD.append(MEGATRON)
-    if any(
-        "dist" in str(item.path) or "parity" in str(item.path) or "e2e" in str(item.path)
-        for item in request.session.items
-    ):
+    if any({"dist", "parity", "e2e", "cases", "peers"} & set(item.path.parts) for item in request.session.items):
         launch(int, ranks=1, timeout_s=300)

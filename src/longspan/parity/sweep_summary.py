@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -33,7 +33,7 @@ class Options:
     """Write the sum to this file."""
 
 
-def summary(shards: Sequence[dict]) -> dict[str, object]:
+def summary(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One record of all shards."""
     worst: dict[str, float] = {}
     coverage: Counter[str] = Counter()
