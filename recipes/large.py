@@ -31,6 +31,7 @@ is for smaller GPUs and for what the plan cannot cut. The megatron backend's spe
     longspan plan --model 9b --lengths 1500/12288 --gpus 8 --visual-share 0.4 --trained-share 0.5
 
 Expect of a dry run: the numbers of one rank on the fsdp backend, loss and gradient norm to 1e-8 (fp64; tests/e2e/test_large.py).
+agents_35b_dry on 16 processes: loss/ppo -0.205047643 and 0.260494043, grad/norm 16.244778736 and 10.391541260, as on one.
 """
 
 from dataclasses import dataclass, field, replace
