@@ -97,6 +97,8 @@ def test_k9_stopped_and_resumed_equals_uninterrupted(tmp_path):
     ids = [row["prompt"] for line in rows["A"] if line["stage"] == "grpo" for row in line["rows"]]
     assert ids == [f"grpo-{number}" for number in range(16)]  # each prompt once, none skipped, none twice
     first, second = (comparable(read_jsonl(tmp_path / name / "metrics.jsonl")) for name in "AB")
+    planned = {"plan/predicted_s", "plan/measured_s", "plan/idle_share"}
+    assert all(planned <= row.keys() for row in read_jsonl(tmp_path / "A" / "metrics.jsonl") if row["step"])
     for one, other in zip(first, second, strict=True):
         assert {name: (one[name], other[name]) for name in one if one[name] != other[name]} == {}
     assert first[2]["step"] == 0 and "eval/pass@1" in first[2]
