@@ -11,8 +11,10 @@ from longspan.data import Image, Sample
 from longspan.engine import Engine, EngineConfig
 from longspan.engine.backend import MicroStep
 from longspan.errors import RankError, UserError
-from longspan.launch import launch
-from longspan.layout import Layout
+from longspan.launch import launch, world
+from longspan.layout import Layout, Mesh, make_seqinfo, resolve
+from longspan.mixers import make_mixer, naive
+from longspan.mixers.kernels.reference import Reference
 from longspan.models.tiny import tiny
 from longspan.objective import Objective
 from longspan.parity.faults import planted
@@ -40,13 +42,41 @@ def test_h1_kv_heads_are_repeated_and_their_gradients_summed(eight_heads):
     check("h1", questions, ask(questions, ranks=4))
 
 
-def test_h1_the_refusal_states_the_rule():
-    with pytest.raises(
-        UserError, match=r"ulysses=4 needs query heads divisible by 4, got 6.*Use ulysses in \(1, 2, 3, 6\)"
-    ):
-        from longspan.layout import resolve
+def on_eight() -> list[float]:
+    """Relative errors of out, dq, dk, dv of 8 query and 2 KV heads on 8 Ulysses ranks; the last of dk without the sum."""
+    here = world()
+    group = Mesh(Layout(cp=here.ranks), ranks=here.ranks, rank=here.rank, device=here.device).group(0, here.ranks)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(24, heads, 8, generator=generator, dtype=torch.float64) for heads in (8, 2, 2, 8))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = naive.attention(*leaves, position=torch.arange(24), segment=torch.zeros(24, dtype=torch.int64), scale=0.3)
+    expected = [want.detach(), *torch.autograd.grad(want, leaves, dout)]
+    info = make_seqinfo("contiguous", torch.tensor([0, 24], dtype=torch.int32), group)
+    own = [x[info.index].requires_grad_() for x in (q, k, v)]
+    mixer = make_mixer(Layout(cp=here.ranks, mixer="ulysses"))
+    prepared = mixer.prepare(info, here.device)
+    out = mixer.attend(*own, prepared, scale=0.3, window=None, sink=None, kernel=Reference())
+    found = [out.detach(), *torch.autograd.grad(out, own, dout[info.index])]
+    errors = [float((a - b[info.index]).norm() / b[info.index].norm()) for a, b in zip(found, expected, strict=True)]
+    return [*errors, float((found[2] / 4 - expected[2][info.index]).norm() / expected[2][info.index].norm())]
 
-        resolve(Layout(cp=4, mixer="ulysses"), heads=6, kv_heads=2, recurrent=False, windowed=False)
+
+def test_h1_two_kv_heads_serve_eight_ranks():
+    """Four copies of each KV head: their gradients are added up; one copy's share (control) is far off."""
+    for *errors, control in launch(on_eight, ranks=8, timeout_s=60, device="cpu"):
+        assert max(errors) < 1e-12 and control > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "message"),
+    [
+        (2, r"ulysses=4 needs query heads divisible by 4, got 6.*Use ulysses in \(1, 2, 3, 6\)"),
+        (4, "6 query heads are no multiple of 4 KV heads"),
+    ],
+)
+def test_h1_the_refusal_states_the_rule(kv_heads, message):
+    with pytest.raises(UserError, match=message):
+        resolve(Layout(cp=4, mixer="ulysses"), heads=6, kv_heads=kv_heads, recurrent=False, windowed=False)
 
 
 def seen() -> list[tuple[tuple[int, ...], list[int]]]:
