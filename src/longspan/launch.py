@@ -152,12 +152,8 @@ def _collect(workers: list[Any], pipes: list[Any], folder: Path, timeout_s: floa
                 message = pipe.recv()
             except EOFError:
                 workers[rank].join(1.0)
-                stack = (folder / f"stack-{rank}").read_text()[:4000]
-                failures[rank] = (
-                    time.time(),
-                    None,
-                    f"the process died with exit code {workers[rank].exitcode}\n{stack}",
-                )
+                said = f"the process died with exit code {workers[rank].exitcode}\n{_stack(folder, rank)}"
+                failures[rank] = (time.time(), None, said)
                 message = ("dead",)
             if message[0] == "ok":
                 results[rank] = pickle.loads(message[1])
@@ -184,11 +180,17 @@ def _describe_hang(ranks: list[int], workers: list[Any], folder: Path, timeout_s
         if workers[rank].is_alive():
             os.kill(workers[rank].pid, signal.SIGUSR1)
     time.sleep(0.5)
-    stacks = [f"rank {rank}:\n{(folder / f'stack-{rank}').read_text()[:2000]}" for rank in ranks]
+    stacks = [f"rank {rank}:\n{_stack(folder, rank)}" for rank in ranks]
     return (
         f"ranks {ranks} did not finish within {timeout_s:g} s. Raise timeout_s or look where they wait:\n"
         + "\n".join(stacks)
     )
+
+
+def _stack(folder: Path, rank: int) -> str:
+    """What faulthandler wrote for a rank; nothing if it died before it could."""
+    file = folder / f"stack-{rank}"
+    return file.read_text()[:4000] if file.exists() else ""
 
 
 def _stop(workers: list[Any]) -> None:

@@ -1,0 +1,59 @@
+"""What a launch says of a rank that dies, fails or hangs."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from longspan.errors import RankError, UserError
+from longspan.launch import launch, world
+
+
+def _die() -> None:
+    if world().rank == 1:
+        os._exit(7)
+    time.sleep(30)
+
+
+def _die_before_the_stack_file(folder: str) -> None:
+    if world().rank == 1:
+        for file in Path(folder).glob("longspan-launch-*/stack-1"):
+            file.unlink()
+        os._exit(7)
+    time.sleep(30)
+
+
+def _hang() -> None:
+    if world().rank == 1:
+        time.sleep(30)
+
+
+def _refuse() -> None:
+    if world().rank == 1:
+        raise UserError("lr=-1 must be positive")
+    time.sleep(30)
+
+
+def test_a_dead_rank_is_named_with_its_exit_code() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 failed first .*\n.*exit code 7"):
+        launch(_die, ranks=2, timeout_s=60, device="cpu")
+    assert time.monotonic() - started < 25
+
+
+def test_a_rank_that_dies_without_its_stack_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RankError, match=r"rank 1 failed first .*\n.*exit code 7"):
+        launch(_die_before_the_stack_file, str(tmp_path), ranks=2, timeout_s=60, device="cpu")
+
+
+def test_a_rank_that_hangs_is_named_and_its_stack_shown() -> None:
+    with pytest.raises(RankError, match=r"ranks \[1\] did not finish within 6 s") as found:
+        launch(_hang, ranks=2, timeout_s=6, device="cpu")
+    assert "_hang" in str(found.value)
+
+
+def test_our_own_error_travels_as_it_is() -> None:
+    with pytest.raises(UserError, match="lr=-1 must be positive"):
+        launch(_refuse, ranks=2, timeout_s=60, device="cpu")
