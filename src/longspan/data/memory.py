@@ -46,6 +46,7 @@ class MemoryModel:
         0  # inputs and ranks of the adapted linear layers of one decoder layer, summed; the rest is frozen
     )
     compile: bool = False
+    ep: int = 1  # ranks that share the experts: each gathers its own
     mlp_tile: int = 0  # tokens of a tile; 0: MLPs run on whole rows
     plain_delta: bool = False  # recurrent layers run on plain torch, not on fla
     head_chunk_bytes: int = HEAD_CHUNK_BYTES
@@ -141,9 +142,10 @@ class MemoryModel:
 
     @property
     def _layer_weights(self) -> float:
-        """Of one decoder layer."""
-        shape = self.shape
-        return (shape.weights - shape.embedding_weights - shape.vision_weights) / max(1, shape.layers)
+        """Of one decoder layer, as a rank gathers it."""
+        shape, layers = self.shape, max(1, self.shape.layers)
+        routed = shape.moe_layers * shape.experts * 3 * shape.expert_mlp * shape.hidden * (1.0 - 1.0 / self.ep)
+        return (shape.weights - shape.embedding_weights - shape.vision_weights - routed) / layers
 
     @property
     def _trained_layers(self) -> float:

@@ -185,6 +185,7 @@ def memory_model(
         visual_share=visual_share,
         lora_width=lora_width(adapter.units()[0]),
         compile=config.compile,
+        ep=config.layout.ep,
         mlp_tile=config.mlp_tile,
         plain_delta=choose_delta_kernel(device, DTYPES[config.dtype]).name != "fla",
     )
