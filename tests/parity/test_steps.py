@@ -112,7 +112,7 @@ def test_twenty_steps(model: str, layouts: list[str], other: str, ranks: int, tm
     data = batches(reference)
     weights, moments = oracle(reference, data)
     results = launch(
-        body, model, layouts, other, data, str(tmp_path / "saved"), ranks=ranks, timeout_s=60, device="cpu"
+        body, model, layouts, other, data, str(tmp_path / "saved"), ranks=ranks, timeout_s=180, device="cpu"
     )
     for name in results[0]:
         got, got_moments, seen = results[0][name]
@@ -146,6 +146,6 @@ def test_weights_alone_resume_differently(tmp_path: Path) -> None:
     """Control (K7): without the optimizer's state the next step is another one."""
     reference = Reference("tiny:qwen3", dtype=torch.float64)
     data, folder = batches(reference), str(tmp_path / "saved")
-    first = launch(warm, "tiny:qwen3", "dp1", data, folder, ranks=1, timeout_s=60, device="cpu")[0]
-    second = launch(cold, "tiny:qwen3", "dp1", data, folder, ranks=1, timeout_s=60, device="cpu")[0]
+    first = launch(warm, "tiny:qwen3", "dp1", data, folder, ranks=1, timeout_s=180, device="cpu")[0]
+    second = launch(cold, "tiny:qwen3", "dp1", data, folder, ranks=1, timeout_s=180, device="cpu")[0]
     assert differences.parameters(second, first, 1e-10)[0] > 1e-5
