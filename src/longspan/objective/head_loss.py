@@ -178,7 +178,7 @@ def _chunk_loss(asked: _Asked, stats: RowStats, pair: _Pair | None, *, part: sli
     found = iter(torch.autograd.grad(total, given, allow_unused=True))
     grads = [None if x is None else next(found) for x in (logprob, entropy, topk, kl)]
     g_logprob, g_entropy, g_topk, g_kl = (None if g is None else g.contiguous() for g in grads)
-    of_head = any(g is not None for g in grads[:3])
+    of_head = g_kl is None or any(g is not None for g in grads[:3])
     return total.detach(), _Grads(RowGrads(g_logprob, g_entropy, g_topk) if of_head else None, g_kl)
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "entropy_bonus",
     "gspo",
     "importance_sampling",
+    "is_finite",
     "kl_loss",
     "ppo",
     "reinforce",
@@ -51,8 +52,16 @@ __all__ = [
 ]
 
 
+def is_finite(number: object) -> bool:
+    """Whether it is a number at all, and a finite one."""
+    try:
+        return math.isfinite(number)  # pyright: ignore[reportArgumentType]  (that is the question)
+    except TypeError:
+        return False
+
+
 def _positive(loss: str, option: str, number: float | None) -> None:
-    if number is not None and not (math.isfinite(number) and number > 0):
+    if number is not None and not (is_finite(number) and number > 0):
         raise UserError(
             f"loss {loss!r}: {option}={number!r} must be a finite number above 0. Give for example {option}=0.2."
         )
@@ -77,7 +86,7 @@ class PPO:
     def __post_init__(self) -> None:
         _positive("ppo", "clip", self.clip)
         _positive("ppo", "clip_high", self.clip_high)
-        if self.dual_clip is not None and not (math.isfinite(self.dual_clip) and self.dual_clip > 1):
+        if self.dual_clip is not None and not (is_finite(self.dual_clip) and self.dual_clip > 1):
             raise UserError(
                 f"loss 'ppo': dual_clip={self.dual_clip!r} must be a number above 1. Give dual_clip=3.0, or None for "
                 "off."

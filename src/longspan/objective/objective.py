@@ -7,7 +7,6 @@ which this
 file only declares: moe_aux, moe_z (per layer, and per sample or over the batch), mtp. Unknown or unfitting options raise; none is ignored.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
@@ -28,6 +27,7 @@ from longspan.objective.losses import (
     Options,
     Value,
     entropy_bonus,
+    is_finite,
     kl_loss,
     value_loss,
 )
@@ -128,19 +128,18 @@ class Objective:
         put(self, "token_wise", bool(token_wise))
         numbers = {"kl": kl, "entropy": entropy, "value": value, "moe_aux": moe_aux, "moe_z": moe_z, "mtp": mtp}
         for key, number in numbers.items():
-            put(self, key, float(number))
-        put(self, "moe_over", moe_over)
-        put(self, "kl_estimator", kl_estimator)
-        put(self, "value_clip", value_clip)
-        self._check(numbers)
-
-    def _check(self, numbers: Mapping[str, float]) -> None:
-        for key, number in numbers.items():
-            if not math.isfinite(number) or (number < 0 and key != "entropy"):
+            if not is_finite(number) or (number < 0 and key != "entropy"):
                 raise UserError(
                     f"Objective: {key}={number!r} must be a finite number, not negative. Use {key}=0.0 to leave the "
                     "term out."
                 )
+            put(self, key, float(number))
+        put(self, "moe_over", moe_over)
+        put(self, "kl_estimator", kl_estimator)
+        put(self, "value_clip", value_clip)
+        self._check()
+
+    def _check(self) -> None:
         if self.kl_estimator not in KL_ESTIMATORS:
             raise UserError(
                 f"Objective: kl_estimator={self.kl_estimator!r} is unknown. Use one of {', '.join(KL_ESTIMATORS)}."
