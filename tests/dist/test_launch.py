@@ -5,9 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from longspan.errors import RankError, UserError
-from longspan.launch import launch, world
+from longspan.launch import _threads, launch, world
 
 
 def _die() -> None:
@@ -57,3 +58,11 @@ def test_a_rank_that_hangs_is_named_and_its_stack_shown() -> None:
 def test_our_own_error_travels_as_it_is() -> None:
     with pytest.raises(UserError, match="lr=-1 must be positive"):
         launch(_refuse, ranks=2, timeout_s=60, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "cores", "threads"), [("cpu", 2, 32, 1), ("cuda", 2, 32, 16), ("cuda", 8, 4, 1)]
+)
+def test_ranks_share_the_cores(device: str, ranks: int, cores: int, threads: int) -> None:
+    """torch's default is every core for each rank."""
+    assert _threads(torch.device(device), ranks, cores) == threads
