@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from kit import SUPERVISED, Question, ask, build, changed, check, rows, truth
-from torch import Tensor
+from kit import SUPERVISED, Question, ask, build, changed, check, rows
 
 from longspan.engine import SGD, AdamW
 from longspan.launch import launch
 from longspan.objective import Objective
 from longspan.parity import differences
 from longspan.parity.cases import Case
-from longspan.parity.faults import planted
 
 HALF_SILENT = rows((10, 10, 4), (range(3, 10), [], []))
 EMPTY_RESPONSES = rows((9, 12, 5), ([], [8, 9, 10], []))
@@ -23,7 +21,10 @@ QUESTIONS = {
     "b6 sample": Question(EMPTY_RESPONSES, BY_SAMPLE),
     "b6 sample alone": Question(EMPTY_RESPONSES[1:2], BY_SAMPLE),
     "b10": Question(
-        rows((1, 2, 3, 1, 40), model="tiny:qwen3_5"), model="tiny:qwen3_5", layouts=("cp2-gather", "cp2-ring")
+        rows((1, 2, 3, 1, 40), model="tiny:qwen3_5"),
+        model="tiny:qwen3_5",
+        layouts=("cp2-gather", "cp2-ring"),
+        fault="halo",
     ),
 }
 FOUR = {
@@ -49,14 +50,6 @@ def silence() -> tuple[float, bool, bool]:
         after = engine.state_dict()
         found.append(all(torch.equal(after[name], before[name] * factor) for name in before))
     return largest, found[0], found[1]
-
-
-def short_convolution() -> list[Tensor]:
-    """B10's fault: log-probs where the recurrent layers see no boundary between documents."""
-    question = QUESTIONS["b10"]
-    with planted("boundary-first"):
-        engine = build(question.model, "cp2-gather", [len(sample) for sample in question.samples], tight=False)
-        return [out["logprob"] for out in engine.forward(question.samples)]
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +90,3 @@ def test_b8_rows_shorter_than_the_cut_keep_their_numbers(answers):
 
 def test_b10_documents_shorter_than_the_convolution(answers):
     check("b10", QUESTIONS, answers)
-    want, _ = truth(QUESTIONS["b10"])
-    wrong = launch(short_convolution, ranks=2, timeout_s=60, device="cpu")[0]
-    assert differences.tokens(wrong, want, QUESTIONS["b10"].samples)[0] > 1e-4

@@ -33,7 +33,7 @@ QUESTIONS = {
         LONG, model="tiny:mistral", layouts=("dp2", "cp2-ulysses", "cp2-ring", "cp2-gather"), fault="window"
     ),
     "d7": Question(FIVE, layouts=("dp2",), fault="boundary-local"),
-    "d8": Question(RECURRENT, model="tiny:qwen3_5", layouts=("dp2", "cp2-gather")),
+    "d8": Question(RECURRENT, model="tiny:qwen3_5", layouts=("dp2", "cp2-gather"), fault="recurrent-boundary"),
 }
 
 

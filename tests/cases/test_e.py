@@ -4,7 +4,7 @@ import pytest
 import torch
 from kit import Question, ask, changed, check, rows, truth
 
-from longspan.data import Row, Sample, pack
+from longspan.data import Row, Sample, check_samples, pack
 from longspan.data.pack import FieldSpec
 from longspan.errors import UserError
 from longspan.layout import CPGroup, shard
@@ -63,8 +63,6 @@ def test_e2_the_last_token_of_a_document_keeps_its_own_target(name, answers):
 
 def test_e2_a_trained_position_without_a_target_is_refused():
     """A mask on a last token that predicts nothing names the sample; it never takes the neighbour's token."""
-    from longspan.data import check_samples
-
     good, bad = Sample([1, 2], [2, 3], [1, 1]), Sample([4, 5], [5, -100], [1, 1])
     with pytest.raises(UserError, match=r"\[1\]|sample 1"):
         check_samples([good, bad], vocab_size=97)

@@ -14,13 +14,14 @@ MOE = "tiny:qwen3_moe"
 SILENT = [changed(s, fields={"advantage": torch.zeros(len(s)).double()}) for s in rows((11, 3, 18), model=MOE)]
 WEAK, STRONG = (Case("aux", "reinforce", {"moe_aux": size}) for size in (0.01, 0.02))
 QUESTIONS = {
-    "i1": Question(SILENT, WEAK, MOE, layouts=("dp2", "cp2-ring-zigzag", "cp2-ulysses"), fault="cp-factor"),
-    "i3": Question(SILENT, STRONG, MOE, layouts=("dp2", "cp2-ring-zigzag")),
+    "i1": Question(SILENT, WEAK, MOE, layouts=("dp2", "cp2-ring-zigzag", "cp2-ulysses"), fault="aux-shard"),
+    "i3": Question(SILENT, STRONG, MOE, layouts=("dp2", "cp2-ring-zigzag"), fault="aux-detached"),
     "i5": Question(
         rows((1, 3, 5, 9), model=MOE),
         Case("z", "reinforce", {"moe_aux": 0.5, "moe_z": 0.1}),
         MOE,
         layouts=("dp2", "cp2-ring-zigzag"),
+        fault="aux-pads",
     ),
 }
 

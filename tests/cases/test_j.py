@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from longspan.data import Image, Sample
 from longspan.engine import SGD, Engine, EngineConfig
+from longspan.engine.fsdp import backend
 from longspan.errors import UserError
-from longspan.launch import launch
+from longspan.launch import launch, world
 from longspan.layout import parse_layout
 from longspan.models.tiny import tiny
 from longspan.objective import Objective
@@ -113,15 +114,27 @@ def starts(layout: str, folder: str) -> list[str]:
     return [*seen, digest(engine.state_dict())]
 
 
+def start_by_rank() -> str:
+    """The planted fault: the start of adapters drawn from a seed of each rank's own."""
+    right = backend.add_adapters
+    backend.add_adapters = lambda adapter, configs, seed: right(
+        adapter, configs, seed + world().rank
+    )  # in this process
+    return digest(build("tiny:qwen3_5_moe", "cp2-gather", SHARED).state_dict())
+
+
 def test_j3_adapters_of_shared_experts_start_and_stay_equal(tmp_path):
-    """After building, a step and a load every rank holds the same bits; the start is the same at every layout."""
+    """After building, a step and a load every rank holds the same bits; the start is one rank's at every layout, which ranks
+    that draw for themselves cannot make of their shards."""
     found = {
-        layout: launch(starts, layout, str(tmp_path / layout), ranks=2, timeout_s=60, device="cpu")
-        for layout in ("ep2", "cp2-gather")
+        layout: launch(starts, layout, str(tmp_path / layout), ranks=ranks, timeout_s=60, device="cpu")
+        for layout, ranks in (("ep2", 2), ("cp2-gather", 2), ("dp1", 1))
     }
-    for first, second in found.values():
-        assert first == second and first[1] == first[2] != first[0]
-    assert found["ep2"][0][0] == found["cp2-gather"][0][0]
+    for told in found.values():
+        assert all(own == told[0] for own in told) and told[0][1] == told[0][2] != told[0][0]
+    (alone,) = found.pop("dp1")
+    assert all(told[0][0] == alone[0] for told in found.values())
+    assert alone[0] not in launch(start_by_rank, ranks=2, timeout_s=60, device="cpu")
 
 
 def exported(folder: str) -> list[Tensor]:
