@@ -12,8 +12,9 @@ from longspan.errors import UserError
 from longspan.layout import CPGroup, Layout, make_seqinfo
 from longspan.layout.resolve import ulysses_refusal
 from longspan.mixers import MIXERS, AttentionCache, Local, Ulysses, make_mixer, naive, packed_attention
-from longspan.mixers.kernels import Block
+from longspan.mixers.kernels import Block, Kernel
 from longspan.mixers.kernels.reference import Reference
+from longspan.mixers.kernels.sdpa import Sdpa
 from longspan.mixers.ulysses import kv_heads_by_rank
 
 CPU = torch.device("cpu")
@@ -75,7 +76,8 @@ def test_every_mixer_attends_alone_on_one_rank(name: str, window: int | None, wi
     assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-13
 
 
-def test_d7_a_token_of_another_document_changes_nothing() -> None:
+@pytest.mark.parametrize("kernel", [Reference(), Sdpa()], ids=["plain", "sdpa"])
+def test_d7_a_token_of_another_document_changes_nothing(kernel: Kernel) -> None:
     """D7, on one rank and bit for bit: outputs and gradients of the other documents; the control sees the change."""
     mixer = Local()
     prepared = mixer.prepare(make_seqinfo("identity", bounds(LENGTHS), CPGroup.alone()), CPU)
@@ -86,7 +88,7 @@ def test_d7_a_token_of_another_document_changes_nothing() -> None:
         with torch.no_grad():
             for x in inputs:
                 x[10] += float(changed)  # in document 2
-        out = mixer.attend(*inputs, prepared, scale=0.3, kernel=Reference())
+        out = mixer.attend(*inputs, prepared, scale=0.3, kernel=kernel)
         dout = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
         results.append([out.detach(), *torch.autograd.grad(out, inputs, dout)])
     for before, after in zip(*results, strict=True):
