@@ -15,7 +15,7 @@ from longspan.engine.common import check_lora, make_value_head, set_mtp
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.model import Stage
-from longspan.engine.megatron.shape import Shape, shape_of
+from longspan.engine.megatron.shape import Shape, refuse_auto_budget, shape_of
 from longspan.engine.megatron.weights import Entry, chunk_table, join, take
 from longspan.errors import UserError
 from longspan.layout import CPGroup, Mesh
@@ -42,6 +42,7 @@ class Built:
 
 def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Groups) -> Built:
     """Collective only in the device meshes."""
+    refuse_auto_budget(config, mesh.device)
     shape = shape_of(config, adapter, mesh.layout)
     check_lora(config)
     set_mtp(adapter, config)

@@ -9,7 +9,7 @@ are DTensor shards of Hugging Face tensors: checkpoints under these names load a
 of several segments has a chunk of each; such a part is no DTensor shard, and a checkpoint gathers the tensor.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -251,8 +251,3 @@ def gather(part_value: Tensor, part: Part, rows: int, group: CPGroup) -> Tensor:
         by_rank = [chunk.split([size // group.size for size in part.segments]) for chunk in whole.chunk(group.size)]
         whole = torch.cat([chunk[place] for place in range(len(part.segments)) for chunk in by_rank])
     return whole.movedim(0, part.dim).contiguous()
-
-
-def names_of(table: Mapping[str, Entry]) -> set[str]:
-    """All Hugging Face names in a table."""
-    return {part.name for entry in table.values() for part in entry.parts}
