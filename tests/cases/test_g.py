@@ -30,7 +30,7 @@ QUESTIONS = {
     "g10 shuffled": Question([COUNTS[n] for n in (3, 0, 2, 1)], model=VL, layouts=("dp2", "cp2-ring")),
     "g12 one image": Question(LATE, model=VL, layouts=("dp2", "cp2-ulysses"), fault="vision-gradient"),
     "g12 no image": Question(pictured(NONE, NONE), model=VL, layouts=("dp2", "cp2-ulysses")),
-    "g14": Question(ACROSS, model=VL, layouts=("cp2-ulysses-contiguous", "cp2-ring-zigzag")),
+    "g14": Question(ACROSS, model=VL, layouts=("cp2-ulysses-contiguous", "cp2-ring-zigzag"), fault="vision-gradient"),
 }
 FOUR = {
     "g12 one image on four": Question(pictured(ONE, NONE), model=VL, layouts=("cp4-ulysses", "dp4")),
