@@ -5,6 +5,7 @@ its experts stay whole on every rank. Apart: the draft loss moves `mtp.*` only. 
 Checkpoints may store a head's experts one by one: they are read, and exported again under the same names.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -111,8 +112,11 @@ def test_experts_stored_one_by_one_come_back_under_their_names(tmp_path: Path) -
     assert all(torch.equal(found[name], value) for name, value in head.items())
     head.pop("mtp.layers.1.mlp.experts.2.up_proj.weight")
     save_file(base | head, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="lack up_proj of expert 2"):
+    with pytest.raises(UserError, match=r"lack up_proj of expert 2.*set mtp_num_hidden_layers to 0"):
         load_model(str(tmp_path / "in"), torch.float32, 0)
+    config = tmp_path / "in" / "config.json"  # the way out that the message names
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"mtp_num_hidden_layers": 0}))
+    assert load_model(str(tmp_path / "in"), torch.float32, 0)[0].mtp is None
 
 
 def test_a_config_that_does_not_name_its_head_still_loads_it(tmp_path: Path) -> None:

@@ -106,12 +106,14 @@ class MTPHead(nn.Module):
 def make_mtp_head(model: PreTrainedModel, decoder: nn.Module, folder: str | None) -> MTPHead | None:
     """The head with the checkpoint's weights (`folder` None: random, the same on every rank).
 
-    As many layers as the config says; Qwen3-Next's says nothing, then as the checkpoint has. None where it has none.
+    As many layers as the config says (0: none are read); Qwen3-Next's says nothing, then as the checkpoint has. None where it
+    has none.
     """
     config = decoder.config
     values = config.to_dict()
     tensors = None if folder is None else _read(folder)
-    num = values.get("mtp_num_hidden_layers") or _layers(tensors or {})
+    stated = values.get("mtp_num_hidden_layers")
+    num = _layers(tensors or {}) if stated is None else stated
     if not num or tensors == {}:
         return None
     if values.get("mtp_use_dedicated_embeddings"):
