@@ -44,8 +44,10 @@ def replaced(target, make):
         owner = getattr(owner, part)
     original = getattr(owner, name)
     setattr(owner, name, make(original))
-    yield
-    setattr(owner, name, original)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 BACKEND, MODEL = "longspan.engine.megatron.backend:", "longspan.engine.megatron.model:"

@@ -1,10 +1,13 @@
-"""Several forward_backward calls before one step: router losses add, and so do models that insist on dividing."""
+"""Several forward_backward calls before one step: router losses add, and so do models that insist on dividing.
+
+Also what a call that stops half-way leaves, and SGD's momentum in a checkpoint.
+"""
 
 import pytest
 import torch
 from megatron_cases import MODEL, installed, replaced
 
-from longspan import Engine, EngineConfig, Objective, Sample, launch
+from longspan import SGD, Engine, EngineConfig, Objective, Sample, launch
 from longspan.errors import UserError
 from longspan.layout import parse_layout
 
@@ -56,27 +59,71 @@ def divided(engine, parts, *, scaled):
     return found
 
 
-def body():
-    found = {}
+def torn(engine):
+    """A call that stops in its second micro-step; the message of the step after it."""
+    started = []
+
+    def stopping(real):
+        def run(*args):
+            started.append(args)
+            if len(started) == 2:
+                raise RuntimeError("stopped")
+            return real(*args)
+
+        return run
+
+    with replaced(MODEL + "Stage.forward", stopping), pytest.raises(RuntimeError, match="stopped"):
+        engine.forward_backward(samples(), OBJECTIVE)
+    waiting = engine.backend.has_gradients()
+    with pytest.raises(UserError) as caught:
+        engine.optim_step(SGD(lr=0.1))
+    engine.clear_gradients()
+    return waiting, str(caught.value)
+
+
+def build(name):
+    layout = parse_layout(name)
+    return Engine.build(
+        EngineConfig("tiny:qwen3_moe", layout=layout, backend="megatron", dtype="float64", max_tokens_per_rank=48)
+    )
+
+
+def stepped(engine):
+    engine.forward_backward(samples(), OBJECTIVE)
+    engine.optim_step(SGD(lr=0.1, momentum=0.9))
+    return engine.state_dict()
+
+
+def resumed(folder):
+    """Weights after a second step: in one run, from a checkpoint under another layout, and from its weights alone."""
+    first, other, forgetful = build("tp2-sp"), build("cp2-ring-ep2"), build("tp2-sp")
+    stepped(first)
+    first.save(folder)
+    other.load(folder)
+    forgetful.load(folder, optimizer=False)
+    return [stepped(engine) for engine in (first, other, forgetful)]
+
+
+def body(folder):
+    found = {"resumed": resumed(folder)}
     for name in ("tp2-sp", "cp2-ring-ep2"):
-        config = EngineConfig(
-            "tiny:qwen3_moe", layout=parse_layout(name), backend="megatron", dtype="float64", max_tokens_per_rank=48
-        )
-        engine = Engine.build(config)
+        engine = build(name)
         found[name] = {
             "one": accumulate(engine, [samples()], OBJECTIVE),
             "three": accumulate(engine, calls(), OBJECTIVE),
             "scaled": divided(engine, calls(), scaled=True),
             "divided": divided(engine, calls(), scaled=False),
         }
+        if name == "tp2-sp":
+            found["torn"] = torn(engine)
     with pytest.raises(UserError, match=r"per_call_grad_scaling\(0\)"), engine.backend.per_call_grad_scaling(0):
         pass
     return found
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
-    return launch(body, ranks=2, timeout_s=120)[0]
+def two_ranks(tmp_path_factory):
+    return launch(body, tmp_path_factory.mktemp("calls") / "run", ranks=2, timeout_s=120)[0]
 
 
 def distance(got, want):
@@ -97,3 +144,17 @@ def test_calls_of_a_model_that_divides_add_under_per_call_grad_scaling(two_ranks
     # not 1e-12: norms compute in fp32, as Hugging Face's, and round a gradient of another scale otherwise (2.3e-7)
     assert distance(found["scaled"], found["one"]) <= 1e-6
     assert distance(found["divided"], found["one"]) > 0.1, "without it they are averages"
+
+
+@installed
+def test_a_call_that_stops_half_way_is_never_stepped_with(two_ranks):
+    waiting, said = two_ranks["torn"]
+    assert waiting, "the first micro-step left its gradient"
+    assert "stopped half-way" in said
+
+
+@installed
+def test_momentum_goes_on_from_a_checkpoint(two_ranks):
+    straight, loaded, forgetful = two_ranks["resumed"]
+    assert distance(loaded, straight) <= 1e-12
+    assert distance(forgetful, straight) > 1e-3, "a step without the momentum is another one"

@@ -17,7 +17,7 @@ from torch import Tensor
 from longspan.errors import CheckpointError, LongspanError
 from longspan.layout import Mesh
 
-__all__ = ["publish", "read_tensors", "verify", "write_tensors"]
+__all__ = ["publish", "read_tensors", "saved_keys", "verify", "write_tensors"]
 
 TENSORS = "tensors"
 MANIFEST = "manifest.json"
@@ -32,6 +32,11 @@ def write_tensors(folder: Path, state: dict[str, Tensor], mesh: Mesh) -> None:
 def read_tensors(folder: Path, state: dict[str, Tensor], mesh: Mesh) -> None:
     """Fill the given tensors in place from folder/tensors; collective."""
     dcp.load(state, checkpoint_id=str(folder / TENSORS), process_group=mesh.host_group)
+
+
+def saved_keys(folder: Path) -> set[str]:
+    """The keys of the tensors under folder/tensors."""
+    return set(dcp.FileSystemReader(folder / TENSORS).read_metadata().state_dict_metadata)
 
 
 def publish(path: Path, mesh: Mesh, write: Callable[[Path], None]) -> None:

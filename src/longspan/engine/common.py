@@ -3,13 +3,13 @@
 from collections.abc import Collection
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longspan.engine.config import EngineConfig
 from longspan.errors import UserError
 from longspan.models.adapter import Adapter
 
-__all__ = ["check_lora", "make_value_head", "pick_adapter", "set_mtp"]
+__all__ = ["check_lora", "make_value_head", "pick_adapter", "set_mtp", "zero_slots"]
 
 
 def make_value_head(adapter: Adapter, seed: int, dtype: torch.dtype) -> nn.Linear:
@@ -58,3 +58,11 @@ def pick_adapter(adapters: Collection[str], name: str | None) -> str | None:
     if name not in adapters:
         raise UserError(f"adapter={name!r} is not one of {sorted(adapters)}. Name the adapter to step")
     return name
+
+
+def zero_slots(kind: str, like: Tensor, *, momentum: bool) -> dict[str, Tensor]:
+    """Optimizer state of one parameter for a checkpoint to fill, under torch's names. momentum: SGD's was saved with it."""
+    if kind == "AdamW":
+        moments = {name: torch.zeros_like(like) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), dtype=torch.float32), **moments}
+    return {"momentum_buffer": torch.zeros_like(like)} if momentum else {}

@@ -78,6 +78,7 @@ class Engine:
         self.dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self.step = 0
         self.alone = False  # the accumulated gradient is that of a call that must be its step's only one
+        self.torn = False  # a call stopped half-way: the accumulators hold a part of its gradient
 
     @classmethod
     def build(cls, config: EngineConfig) -> "Engine":
@@ -121,8 +122,10 @@ class Engine:
         samples: the same on every rank, in the same order. objective: an Objective, or a callable fn(out, fields) -> [T].
         normalise, denominator: see objective/weights.py. k calls with parts of a batch add up to one call with all of it.
         teacher: a second engine of the same vocabulary on the same ranks, for losses that read teacher_kl ("distill_full").
-        Raises UserError naming the sample and the rule; then nothing was added.
+        Raises UserError naming the sample and the rule; then nothing was added. After a call that stops half-way (an image file
+        that is cut off, no memory) only clear_gradients() or load() goes on.
         """
+        self._check_whole()
         objective = self._check(samples, objective, teacher)
         started = self._start()
         weights = token_weights(
@@ -134,7 +137,9 @@ class Engine:
         steps = steps if teacher is None else with_teacher(steps, teacher, samples, plan)
         shares = self._shares(samples, weights["moe_aux"]) if objective.shares_routes else None
         program = Train(objective, Stats(self.mesh.device), objective.stream_fields(samples), shares)
+        self.torn = True
         self.backend.run(steps, program)
+        self.torn = False
         self.alone = objective.moe_over == "batch"
         return program.stats.reduce(self.mesh.all) | self._measured(batch, plan, started)
 
@@ -170,6 +175,7 @@ class Engine:
 
         Tied weights once, frozen ones absent, unused ones zero; fp32 (fp64 in fp64).
         """
+        self._check_whole()
         return self.backend.gradients()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -179,6 +185,7 @@ class Engine:
     def clear_gradients(self) -> None:
         """Drop what forward_backward accumulated since the last step."""
         self.backend.clear_gradients()
+        self.torn = False
 
     def optim_step(self, settings: AdamW | SGD, adapter: str | None = None) -> dict[str, float]:
         """Clip by the global norm, step once, clear. Returns grad/norm (before clipping), grad/clip, step and time.
@@ -186,6 +193,7 @@ class Engine:
         With gradients of zero this is still a step: weight decay applies and moments decay. Raises UserError if nothing was
         accumulated or the norm is not finite; weights are unchanged then.
         """
+        self._check_whole()
         started = self._start()
         report = self.backend.step(settings, adapter)
         self.step += 1
@@ -196,7 +204,7 @@ class Engine:
 
         Raises CheckpointError on every rank if any rank could not write (a full disk, say); `path` then holds what it held.
         """
-        if self.backend.has_gradients():
+        if self.torn or self.backend.has_gradients():
             raise UserError(
                 "save between forward_backward and optim_step would lose the gradients. Step or clear_gradients() first"
             )
@@ -217,6 +225,7 @@ class Engine:
         path = Path(path)
         verify(path, self.mesh)
         self.backend.load(path, optimizer)
+        self.torn = False
         if optimizer:
             self.step = int((path / "step").read_text())
             rng.load(path, self.mesh.rank)
@@ -228,6 +237,13 @@ class Engine:
         model with that adapter added into its weights.
         """
         publish(Path(path), self.mesh, lambda folder: self.backend.export(folder, merge))
+
+    def _check_whole(self) -> None:
+        if self.torn:
+            raise UserError(
+                "a forward_backward before stopped half-way: what it added is a part of its gradient. Call "
+                "engine.clear_gradients() and pass the samples of this step again"
+            )
 
     def _check(
         self, samples: Sequence[Sample], objective: Objective | Callable[..., Tensor], teacher: "Engine | None"

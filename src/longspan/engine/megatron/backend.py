@@ -10,7 +10,7 @@ bf16: fp32 masters; gradients are added in fp32 after each micro-step.
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longspan.engine import checkpoint
 from longspan.engine.backend import Head, MicroStep, Program
-from longspan.engine.common import pick_adapter
+from longspan.engine.common import pick_adapter, zero_slots
 from longspan.engine.config import EngineConfig
 from longspan.engine.megatron.build import build_chunks
 from longspan.engine.megatron.groups import make_groups
@@ -59,9 +59,9 @@ class MegatronBackend:
         self.touched: set[str | None] = set()  # whose gradients wait for a step
 
     def run(self, steps: Iterable[MicroStep], program: Program) -> None:
-        run_pipeline(self.chunks, self.groups, steps, program, after_backward=self._widen)
         if program.trains:
             self.touched = set(self.lora) or {None}
+        run_pipeline(self.chunks, self.groups, steps, program, after_backward=self._widen)
         if self.groups.pp.size > 1:
             self._share(program)
 
@@ -269,8 +269,9 @@ class MegatronBackend:
                 f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded"
             )
         self.optimizers = {}
+        keys = checkpoint.saved_keys(folder)
         for adapter, kind in saved["optimizers"].items() if optimizer else ():
-            self._empty_optimizer(adapter or None, kind)
+            self._empty_optimizer(adapter or None, kind, keys)
         state = self._state(copies=True)
         checkpoint.read_tensors(folder, state, self.mesh)
         self._fill(state)
@@ -342,16 +343,13 @@ class MegatronBackend:
             return local_of(loaded)
         return take(MemoryWeights({part.name: loaded}), part, self._rows(part), self._group(part))
 
-    def _empty_optimizer(self, adapter: str | None, kind: str) -> None:
-        """An optimizer with zero state of the right shapes, for the checkpoint to fill."""
+    def _empty_optimizer(self, adapter: str | None, kind: str, keys: Collection[str]) -> None:
+        """An optimizer with zero state of the right shapes, for the checkpoint with these keys to fill."""
         optimizer = self._optimizer(AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0), adapter)
-        for name, _ in self._moved_by(adapter) if kind == "AdamW" else ():
-            part = self.slices[name]
-            optimizer.state[part] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(part),
-                "exp_avg_sq": torch.zeros_like(part),
-            }
+        moved = self._moved_by(adapter)
+        momentum = any(f"optimizer/{part.name}/momentum_buffer" in keys for _, entry in moved for part in entry.parts)
+        for name, _ in moved:
+            optimizer.state[self.slices[name]] = zero_slots(kind, self.slices[name], momentum=momentum)
 
     def export(self, folder: Path, merge: str | None) -> None:
         """Without LoRA a Hugging Face folder. With it, one peft folder an adapter; merge=name: the base with it added in."""

@@ -1,0 +1,70 @@
+"""A forward_backward that stops half-way leaves a part of its gradient: nothing goes on with it but clear_gradients() or load().
+
+An image whose file is cut off has a size, so it is found only when its micro-step is made, after others have run backward.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from longspan import SGD, Engine, EngineConfig, Image, Objective, Sample, launch
+from longspan.errors import UserError
+from longspan.layout import parse_layout
+
+IMAGE, START, END = 93, 95, 96  # ids of tiny:qwen3_vl
+
+
+def sample(source):
+    ids = torch.tensor([1, START, IMAGE, END, *range(2, 20)])
+    length = len(ids) - 1
+    mask = (torch.arange(length) > 3).float()
+    return Sample(ids[:-1], ids[1:], mask, {"advantage": torch.ones(length)}, media=[Image(source)])
+
+
+def write_images(folder: Path) -> tuple[str, str]:
+    """A whole file, and one cut off behind its header."""
+    whole, cut = folder / "whole.png", folder / "cut.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    PIL.Image.fromarray(pixels).save(whole)
+    cut.write_bytes(whole.read_bytes()[:60])
+    return str(whole), str(cut)
+
+
+def body(whole, cut, folder):
+    layout = parse_layout("cp2-ring-contiguous")
+    engine = Engine.build(EngineConfig("tiny:qwen3_vl", layout=layout, dtype="float64", max_tokens_per_rank=12))
+    given, objective = [sample(whole), sample(whole)], Objective("reinforce")
+    engine.forward_backward(given, objective)
+    want = engine.gradients()
+    engine.clear_gradients()
+    said = []
+    attempts = (
+        lambda: engine.forward_backward([sample(whole), sample(cut)], objective),
+        lambda: engine.forward_backward(given, objective),
+        lambda: engine.optim_step(SGD(lr=0.1)),
+        engine.gradients,
+        lambda: engine.save(folder),
+    )
+    for attempt in attempts:
+        with pytest.raises(UserError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    left = engine.backend.gradients()
+    engine.clear_gradients()
+    engine.forward_backward(given, objective)
+    got = engine.gradients()
+    return said, any(bool(value.any()) for value in left.values()), all(torch.equal(got[k], want[k]) for k in want)
+
+
+def test_a_call_that_stops_half_way_is_never_stepped_with(tmp_path):
+    results = launch(body, *write_images(tmp_path), tmp_path / "run", ranks=2, timeout_s=100)
+    for (torn, *after, save), left, recovered in results:
+        assert re.search(r"reading the media of samples .* failed on rank \d: .*cut\.png cannot be decoded", torn), torn
+        assert left, "the first micro-step did add its gradient, or this test shows nothing"
+        assert all("stopped half-way" in message and "clear_gradients()" in message for message in after), after
+        assert "clear_gradients() first" in save
+        assert recovered
