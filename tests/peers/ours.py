@@ -49,7 +49,7 @@ def group() -> CPGroup:
     return Mesh(Layout(cp=here.ranks), ranks=here.ranks, rank=here.rank, device=here.device).group(0, here.ranks)
 
 
-def padded(row: RowOfTokens, mixer: str, index: str, of: CPGroup) -> tuple[SeqInfo, Tensor]:
+def padded(row: RowOfTokens, index: str, of: CPGroup) -> tuple[SeqInfo, Tensor]:
     """Our cut of the row, and for each local token its place in the unpadded row (-1: a pad)."""
     each = [-(-n // (2 * of.size)) * 2 * of.size if index == "zigzag" else n for n in row.lengths]
     tail = -sum(each) % of.size
@@ -65,7 +65,7 @@ def padded(row: RowOfTokens, mixer: str, index: str, of: CPGroup) -> tuple[SeqIn
 
 def ours(row: RowOfTokens, mixer: str, index: str, of: CPGroup) -> tuple[Tensor, list[Tensor]]:
     """Places of this rank's real tokens, and their out, dq, dk, dv."""
-    info, places = padded(row, mixer, index, of)
+    info, places = padded(row, index, of)
     real = places >= 0
     local = [torch.where(real[:, None, None], x[places.clamp(min=0)], 0.0) for x in row.tensors]
     leaves = [x.requires_grad_() for x in local[:3]]
