@@ -63,13 +63,20 @@ def publish(path: Path, mesh: Mesh, write: Callable[[Path], None]) -> None:
 
 
 class agree:
-    """`with agree(mesh, what):` - if the block failed on any rank, every rank raises CheckpointError naming the first such rank.
+    """`with agree(mesh, what):` - if the block failed on any rank, every rank raises `raises` naming the first such rank, with `advice`.
 
     A rank that fails with anything but an OSError, a ValueError or a RuntimeError (a bug) raises as it is.
     """
 
-    def __init__(self, mesh: Mesh, what: str) -> None:
-        self.mesh, self.what = mesh, what
+    def __init__(
+        self,
+        mesh: Mesh,
+        what: str,
+        *,
+        raises: type[LongspanError] = CheckpointError,
+        advice: str = "The checkpoint before it is untouched",
+    ) -> None:
+        self.mesh, self.what, self.raises, self.advice = mesh, what, raises, advice
 
     def __enter__(self) -> None:
         return None
@@ -82,9 +89,7 @@ class agree:
         said = self.mesh.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
         for rank, message in enumerate(said):
             if message is not None:
-                raise CheckpointError(
-                    f"{self.what} failed on rank {rank}: {message}. The checkpoint before it is untouched"
-                ) from error
+                raise self.raises(f"{self.what} failed on rank {rank}: {message}. {self.advice}") from error
 
 
 def verify(path: Path, mesh: Mesh) -> dict:

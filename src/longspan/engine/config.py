@@ -66,6 +66,10 @@ class EngineConfig:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("dtype", self.dtype, tuple(DTYPES))
         _one_of("recompute", self.recompute, RECOMPUTE)
+        if isinstance(self.freeze, str) or isinstance(self.offload, str):
+            raise UserError(
+                f"freeze={self.freeze!r} and offload={self.offload!r} are tuples of names, for example freeze=('vision',)"
+            )
         for name in self.offload:
             _one_of("offload", name, OFFLOAD)
         if self.max_tokens_per_rank != "auto" and (
@@ -84,8 +88,6 @@ class EngineConfig:
             raise UserError(
                 f"mlp_tile={self.mlp_tile} must be 0 or a positive number of tokens, and above 0 needs backend='fsdp' and no lora"
             )
-        if isinstance(self.freeze, str) or isinstance(self.offload, str):
-            raise UserError("freeze and offload are tuples of names, for example freeze=('vision',)")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

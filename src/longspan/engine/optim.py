@@ -55,6 +55,8 @@ class SGD:
 
     def __post_init__(self) -> None:
         _check(self.lr >= 0, "lr", self.lr, "at least 0")
+        _check(self.momentum >= 0, "momentum", self.momentum, "at least 0")
+        _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
         _check(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "above 0, or None")
 
     def options(self) -> dict[str, object]:

@@ -15,6 +15,7 @@ from longspan.engine.batch import Batch
 from longspan.engine.checkpoint import agree
 from longspan.engine.config import EngineConfig
 from longspan.engine.kernels import start_kernel
+from longspan.errors import UserError
 from longspan.layout import Mesh, SeqInfo, Shard, shard
 from longspan.mixers import AttentionCache, make_mixer, make_transport
 from longspan.models.adapter import Adapter, Context
@@ -69,7 +70,8 @@ class StepBuilder:
 
     def _media(self, batch: Batch, row: Row, stream: Stream, info: SeqInfo) -> MediaShard:
         samples = [batch.samples[sample] for sample in row.samples]
-        with agree(self.mesh, f"reading the media of samples {row.samples}"):
+        advice = "Replace the file or drop the sample"
+        with agree(self.mesh, f"reading the media of samples {row.samples}", raises=UserError, advice=advice):
             plan = plan_media(samples, self.adapter.reader, row.size)
             return media_shard(
                 plan, samples=samples, reader=self.adapter.reader, stream=stream, info=info, device=self.mesh.device

@@ -6,7 +6,7 @@ a weight. Refuses tp > 1 and pp > 1: those are the megatron backend's.
 
 import fnmatch
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.engine import checkpoint
 from longspan.engine.backend import Head, MicroStep, Program
-from longspan.engine.common import check_lora, make_value_head, pick_adapter, set_mtp
+from longspan.engine.common import check_lora, make_value_head, pick_adapter, set_mtp, zero_slots
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.fsdp.compiled import compile_layers, keeps_of
 from longspan.engine.fsdp.host import CHECKPOINT, HostStore
@@ -197,8 +197,9 @@ class FSDPBackend:
                 f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded"
             )
         self.optimizers = {}
+        keys = checkpoint.saved_keys(folder)
         for adapter, kind in saved["optimizers"].items() if optimizer else ():
-            self._empty_optimizer(adapter or None, kind)
+            self._empty_optimizer(adapter or None, kind, keys)
         with self._moments():
             checkpoint.read_tensors(folder, self._state(), self.mesh)
         self.clear_gradients()
@@ -226,19 +227,19 @@ class FSDPBackend:
                 }
         return state
 
-    def _empty_optimizer(self, adapter: str | None, kind: str) -> None:
-        """An optimizer with zero state of the right shapes, for the checkpoint to fill."""
+    def _empty_optimizer(self, adapter: str | None, kind: str, keys: Collection[str]) -> None:
+        """An optimizer with zero state of the right shapes, for the checkpoint with these keys to fill."""
         settings = AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0)
         parameters = self._stepped(adapter)
         optimizer = self._optimizer(settings, parameters, adapter)
+        names = {parameter: public_name(name) for name, parameter in self.policy.named_parameters()}
+        momentum = any(f"optimizer/{names[parameter]}/momentum_buffer" in keys for parameter in parameters)
         for parameter in parameters:
-            if kind == "AdamW":
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                slots = {"step": torch.zeros((), dtype=torch.float32), **moments}
-                if isinstance(optimizer, HostOptimizer):
-                    optimizer.start(parameter, slots)
-                else:
-                    optimizer.state[parameter] = slots
+            slots = zero_slots(kind, parameter, momentum=momentum)
+            if isinstance(optimizer, HostOptimizer):
+                optimizer.start(parameter, slots)
+            else:
+                optimizer.state[parameter] = slots
 
     def export(self, folder: Path, merge: str | None) -> None:
         """Without LoRA a Hugging Face folder. With it, one peft folder an adapter; merge=name: the base with it added in."""
