@@ -15,7 +15,7 @@ SCRIPTS = [
     ("step", ["--only", "cp/64k mix"]),
     ("memory", ["--only", "table/cp1/full/16"]),
     ("memory_model", ["--only", "0.6b/32k"]),
-    ("scaling", ["--only", "dynamic/63"]),
+    ("scaling", ["--only", "scale/64k"]),
 ]
 
 

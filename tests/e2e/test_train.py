@@ -124,7 +124,7 @@ def test_sigterm_saves_and_the_command_resumes(tmp_path):
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        wait_for(folder / "metrics.jsonl", "grpo", process, 40)
+        wait_for(folder / "metrics.jsonl", "grpo", process, 120)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=20)
     finally:
