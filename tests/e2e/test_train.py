@@ -126,7 +126,7 @@ def test_sigterm_saves_and_the_command_resumes(tmp_path):
     try:
         wait_for(folder / "metrics.jsonl", "grpo", process, 120)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 143, output
