@@ -22,3 +22,7 @@ class OutOfMemory(LongspanError, RuntimeError):
 
 class RankError(LongspanError, RuntimeError):
     """A rank failed, hung or disagreed with the others: names the rank that did so first."""
+
+
+class RankLost(RankError):
+    """A rank's process died or did not end in time: nothing is known of its numbers."""

@@ -28,11 +28,12 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from longspan.errors import LongspanError, RankError, UserError
+from longspan.errors import LongspanError, RankError, RankLost, UserError
 
 __all__ = ["World", "is_rank", "launch", "world"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+DIED = "the process died with exit code"
 GRACE_S = 3.0  # how long the other ranks may take to end by themselves after the first failure
 PRELOAD = [  # imported once in a clean server process and then forked: 10 s saved a rank
     "longspan.engine",
@@ -149,14 +150,14 @@ def _collect(workers: list[Any], pipes: list[Any], folder: Path, timeout_s: floa
         if not ready:
             if failures:
                 break
-            raise RankError(_describe_hang(sorted(pending.values()), workers, folder, timeout_s))
+            raise RankLost(_describe_hang(sorted(pending.values()), workers, folder, timeout_s))
         for pipe in ready:
             rank = pending[pipe]
             try:
                 message = pipe.recv()
             except EOFError:
                 workers[rank].join(1.0)
-                said = f"the process died with exit code {workers[rank].exitcode}\n{_stack(folder, rank)}"
+                said = f"{DIED} {workers[rank].exitcode}\n{_stack(folder, rank)}"
                 failures[rank] = (time.time(), None, said)
                 message = ("dead",)
             if message[0] == "ok":
@@ -176,7 +177,8 @@ def _raise_first(failures: dict[int, tuple[float, LongspanError | None, str]]) -
     if error is not None:
         error.add_note(f"raised first by rank {rank} of the ranks that failed: {sorted(failures)}\n{trace}")
         raise error
-    raise RankError(f"rank {rank} failed first (failed: {sorted(failures)}):\n{trace}")
+    kind = RankLost if trace.startswith(DIED) else RankError
+    raise kind(f"rank {rank} failed first (failed: {sorted(failures)}):\n{trace}")
 
 
 def _describe_hang(ranks: list[int], workers: list[Any], folder: Path, timeout_s: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.errors import RankError, UserError
+from longspan.errors import RankError, RankLost, UserError
 from longspan.launch import _threads, launch, world
 
 
@@ -30,6 +30,10 @@ def _hang() -> None:
         time.sleep(30)
 
 
+def _divide() -> float:
+    return 1 / (world().rank - world().rank)
+
+
 def _refuse() -> None:
     if world().rank == 1:
         raise UserError("lr=-1 must be positive")
@@ -38,21 +42,27 @@ def _refuse() -> None:
 
 def test_a_dead_rank_is_named_with_its_exit_code() -> None:
     started = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 failed first .*\n.*exit code 7"):
+    with pytest.raises(RankLost, match=r"rank 1 failed first .*\n.*exit code 7"):
         launch(_die, ranks=2, timeout_s=60, device="cpu")
     assert time.monotonic() - started < 25
 
 
 def test_a_rank_that_dies_without_its_stack_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(RankError, match=r"rank 1 failed first .*\n.*exit code 7"):
+    with pytest.raises(RankLost, match=r"rank 1 failed first .*\n.*exit code 7"):
         launch(_die_before_the_stack_file, str(tmp_path), ranks=2, timeout_s=60, device="cpu")
 
 
 def test_a_rank_that_hangs_is_named_and_its_stack_shown() -> None:
-    with pytest.raises(RankError, match=r"ranks \[1\] did not finish within 6 s") as found:
+    with pytest.raises(RankLost, match=r"ranks \[1\] did not finish within 6 s") as found:
         launch(_hang, ranks=2, timeout_s=6, device="cpu")
     assert "_hang" in str(found.value)
+
+
+def test_an_exception_is_no_lost_rank() -> None:
+    with pytest.raises(RankError, match="ZeroDivisionError") as found:
+        launch(_divide, ranks=2, timeout_s=60, device="cpu")
+    assert not isinstance(found.value, RankLost)
 
 
 def test_our_own_error_travels_as_it_is() -> None:

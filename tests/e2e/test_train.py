@@ -116,7 +116,8 @@ def wait_for(path: Path, stage: str, process: subprocess.Popen, seconds: float) 
         time.sleep(0.1)
 
 
-def test_sigterm_saves_and_the_command_resumes(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_command_resumes(tmp_path, number):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "longspan.cli", "train", RECIPE, *flags(run__folder=str(folder), grpo__steps=500)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -125,7 +126,7 @@ def test_sigterm_saves_and_the_command_resumes(tmp_path):
     )
     try:
         wait_for(folder / "metrics.jsonl", "grpo", process, 120)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()

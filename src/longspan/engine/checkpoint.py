@@ -42,11 +42,13 @@ def saved_keys(folder: Path) -> set[str]:
 def publish(path: Path, mesh: Mesh, write: Callable[[Path], None]) -> None:
     """Run `write(temporary folder)` on all ranks, then give the folder its final name on rank 0.
 
-    Raises CheckpointError on every rank if any rank failed; then `path` still holds what it held before.
+    Raises CheckpointError on every rank if any rank failed, or if `path` is a file or a folder of other things; then it
+    still holds what it held before.
     """
     temporary = path.with_name(path.name + ".saving")
     with agree(mesh, f"saving {path}"):
         if mesh.rank == 0:
+            _check_ours(path)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     try:
@@ -60,6 +62,14 @@ def publish(path: Path, mesh: Mesh, write: Callable[[Path], None]) -> None:
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _check_ours(path: Path) -> None:
+    """What a folder replaces must have been written by a save or an export, or be empty."""
+    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file()):
+        raise CheckpointError(
+            f"{path} exists and was not written by save or export, so it is not replaced. Give a path that does not exist"
+        )
 
 
 class agree:

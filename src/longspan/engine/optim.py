@@ -34,7 +34,7 @@ class AdamW:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        _check(self.lr >= 0, "lr", self.lr, "at least 0")
+        _check(0 <= self.lr < float("inf"), "lr", self.lr, "at least 0 and finite")
         _check(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "in [0, 1)")
         _check(self.eps > 0, "eps", self.eps, "above 0")
         _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
@@ -54,7 +54,7 @@ class SGD:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        _check(self.lr >= 0, "lr", self.lr, "at least 0")
+        _check(0 <= self.lr < float("inf"), "lr", self.lr, "at least 0 and finite")
         _check(self.momentum >= 0, "momentum", self.momentum, "at least 0")
         _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
         _check(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "above 0, or None")

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from longspan.data import Sample
 from longspan.engine import EngineConfig
-from longspan.errors import LongspanError, RankError, UserError
+from longspan.errors import LongspanError, RankError, RankLost, UserError
 from longspan.launch import launch, world
 from longspan.layout import Layout
 from longspan.parity.cases import STEP_CASE, Case, default_cases
 from longspan.parity.cells import BFLOAT16_FACTOR, LIMITS, Cell
 from longspan.parity.checks import ALL_CHECKS, STEP, Findings, Plan, Truth, check_layout
-from longspan.parity.faults import planted
+from longspan.parity.faults import FAULTS, planted
 from longspan.parity.probe import Probe, make_probes
 from longspan.parity.reference import Reference
 from longspan.parity.samples import default_samples, fill_fields, special_ids, text_ids
@@ -198,8 +198,9 @@ def _run(
             device=request.device,
         )
     except (RankError, UserError) as error:
-        if isinstance(error, UserError) and request.plant is None:
-            raise
+        unknown = isinstance(error, RankLost) and request.plant is not None and not FAULTS[request.plant].hangs
+        if unknown or (isinstance(error, UserError) and request.plant is None):
+            raise  # ranks that were killed show nothing of a planted fault
         return [Cell(name, "run", "", float("inf"), 0.0, brief(error)) for name in layouts], {}
     cells = []
     for name in layouts:

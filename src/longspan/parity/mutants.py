@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from longspan.errors import LongspanError
+from longspan.errors import LongspanError, RankLost
 from longspan.launch import launch, world
 from longspan.layout import parse_layout
 from longspan.parity.cases import default_cases
@@ -93,6 +93,8 @@ def _group(model: str, layout_name: str, faults: Sequence[Fault], *, quick: bool
             try:
                 verdicts += _launch([name], plan, path, quick=quick, timeout_s=hang_s)
             except LongspanError as error:
+                if isinstance(error, RankLost) and not FAULTS[name].hangs:
+                    raise  # killed or too slow: that shows nothing of the fault
                 verdicts.append(Verdict(name, (Cell(layout_name, "run", "", float("inf"), 0.0, brief(error)),)))
     return verdicts
 

@@ -30,7 +30,7 @@ class ExportOptions:
     run: Annotated[str, tyro.conf.Positional]
     """Run folder of `longspan train`, or one checkpoint of it."""
     out: Annotated[str, tyro.conf.Positional]
-    """Folder to write; replaced whole if it exists."""
+    """Folder to write; one that an export made is replaced, any other is refused."""
     merge: str | None = None
     """LoRA adapter to add into the weights."""
     json: str | None = None

@@ -1,4 +1,4 @@
-"""A run: its folder, its place in its stages, checkpoints with automatic resume, and an orderly end on SIGTERM.
+"""A run: its folder, its place in its stages, checkpoints with automatic resume, and an orderly end on SIGTERM and Ctrl-C.
 
     folder/  config.json versions.json metrics.jsonl rows.jsonl rollouts.jsonl report.html certificate.json
              checkpoints/<stage>-<step>/       engine.save's folder: weights, optimizer, random state, step
@@ -54,8 +54,9 @@ class Run:
         self.writer: MetricsWriter | None = None
 
     def begin(self, description: Mapping[str, Any]) -> None:
-        """Open the folder, resume from the newest checkpoint there, and listen for SIGTERM. Collective."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        """Open the folder, resume from the newest checkpoint there, and listen for SIGTERM and Ctrl-C. Collective."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask_to_stop)
         found = self.engine.mesh.gather_objects(self._newest() if self.lead else None)
         newest: Position | None = next((position for position in found if position is not None), None)
         if newest is not None:
@@ -90,12 +91,16 @@ class Run:
             append_jsonl(self.folder / "rollouts.jsonl", [{**head, **row} for row in rollouts])
 
     def end_step(self, position: Position, *, last: bool) -> bool:
-        """Save when it is time to; True if any rank got SIGTERM: the state is saved and the loop should return."""
+        """Save when it is time to; True if any rank was asked to stop: the state is saved and the loop should return."""
         self.position = position
         self.stopped = any(self.engine.mesh.gather_objects(self.asked_to_stop))
         every = self.config.checkpoint_every
         if self.stopped or last or (every and position.step % every == 0):
             self._save(position)
+        if self.stopped and self.lead:
+            print(
+                f"stopped: saved {position.stage} step {position.step}; the same command goes on from there", flush=True
+            )
         return self.stopped
 
     def finish(self) -> None:
@@ -142,7 +147,7 @@ class Run:
     def _marker(self, position: Position) -> Path:
         return self.folder / "checkpoints" / f"{position.stage}-{position.step:06d}.json"
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+    def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         self.asked_to_stop = True
 
 

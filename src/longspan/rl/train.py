@@ -14,8 +14,12 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -105,7 +109,29 @@ def train(recipe: str, overrides: Sequence[str] = (), *, certificate: Certificat
     disable_progress_bar()
     job = load_job(recipe, overrides)
     job.prepare()
-    return launch(run_rank, recipe, list(overrides), certificate, ranks=job.engine.layout.ranks, timeout_s=WEEK_S)[0]
+    with _interrupt_stops_ranks():
+        return launch(run_rank, recipe, list(overrides), certificate, ranks=job.engine.layout.ranks, timeout_s=WEEK_S)[
+            0
+        ]
+
+
+@contextmanager
+def _interrupt_stops_ranks() -> Iterator[None]:
+    """The first Ctrl-C is a SIGTERM, which `launch` hands to the ranks: they save and end. The second one ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def stop(*_: Any) -> None:
+        signal.signal(signal.SIGINT, previous)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def load_job(recipe: str, overrides: Sequence[str] = ()) -> Job:
@@ -129,13 +155,12 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
     folder = Path(job.run.folder)
     engine_config = replace(job.engine, model=job.engine.model.replace("{run}", str(folder)))
     description = describe(job)
-    if here.rank == 0:
-        start_folder(folder, recipe, description)
     results: dict[str, Any] = {"folder": str(folder)}
     if certificate is not None:  # before step 1, and before the run's own engine takes its memory
         proof = certificate(engine_config)
         results["certified"] = proof["passed"]
         if here.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / "certificate.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
             print(f"certificate: parity {'holds' if proof['passed'] else 'MISSED, see certificate.json'}", flush=True)
     engine = Engine.build(engine_config)
@@ -144,6 +169,8 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
             print(line, flush=True)
     run = Run(job.run, engine, job.stages)
     run.begin(description)
+    if here.rank == 0:  # after a resume was accepted: a refused one leaves the run's own settings
+        start_folder(folder, recipe, description)
     job.train(engine, run)
     run.finish()
     results["stopped"] = run.stopped

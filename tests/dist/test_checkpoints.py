@@ -1,9 +1,10 @@
-"""SGD's momentum goes on from a checkpoint, on the device and in host memory; a step without it is another one."""
+"""Checkpoints: SGD's momentum goes on from a checkpoint, on the device and in host memory; a step without it is another one."""
 
 import pytest
 import torch
 
 from longspan import SGD, Engine, EngineConfig, Layout, Objective, Sample
+from longspan.errors import CheckpointError
 from longspan.launch import launch
 
 
@@ -45,3 +46,25 @@ def test_momentum_goes_on_from_a_checkpoint(offload: tuple[str, ...], tmp_path) 
     for straight, loaded, forgetful in launch(body, offload, str(tmp_path / "run"), ranks=2, timeout_s=100):
         assert distance(loaded, straight) <= 1e-12
         assert distance(forgetful, straight) > 1e-3, "a step without the momentum is another one"
+
+
+def _save_over(path: str) -> list[str]:
+    engine = Engine.build(EngineConfig("tiny:qwen3", dtype="float64", layout=Layout(dp=2)))
+    said = []
+    for write in (engine.save, engine.export):
+        with pytest.raises(CheckpointError) as caught:
+            write(path)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_other_peoples_files_are_not_replaced(kind: str, tmp_path) -> None:
+    target = tmp_path / "thesis"
+    kept = target if kind == "file" else target / "chapter.txt"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("years of work")
+    for said in launch(_save_over, str(target), ranks=2, timeout_s=100):
+        assert all("was not written by save or export" in message for message in said), said
+    assert kept.read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
