@@ -78,8 +78,8 @@ def main(arguments: Sequence[str]) -> int:
         visual_share=options.visual_share,
         compile=options.compile,
     )
-    if request.gpus < 1 or request.memory_gib <= 0:
-        raise UserError(f"gpus={request.gpus} and gpu_memory_gib={request.memory_gib:g} must be above 0")
+    if request.gpus < 1 or not 0 < request.memory_gib < float("inf"):
+        raise UserError(f"gpus={request.gpus} and gpu_memory_gib={request.memory_gib:g} must be above 0 and finite")
     found = advise(request)
     _print(request, found)
     if options.json is not None:
