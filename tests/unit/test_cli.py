@@ -38,6 +38,7 @@ def test_usage_errors_are_status_2(arguments: list[str], capsys: pytest.CaptureF
         (["--layouts", ","], "names no layout"),
         (["--plant", "nonsense"], "no fault we know"),
         (["--model", "tiny:nonsense"], "nonsense"),
+        (["--model", str(Path(__file__).parent)], "no readable config"),
         (["--lengths", "3,x"], "whole numbers"),
         (["--samples", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--samples", "a.jsonl", "--lengths", "3"], "Give one of them"),
@@ -49,6 +50,13 @@ def test_parity_refuses_by_name(arguments: list[str], said: str, capsys: pytest.
     assert cli.main(["parity", "--model", "tiny:qwen3", *arguments]) == 2
     shown = capsys.readouterr()
     assert said in shown.err + shown.out
+
+
+@pytest.mark.parametrize("option", ["--json", "--run.folder"])
+def test_train_refuses_at_start_what_it_could_not_write(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(Path(__file__).parents[2] / "recipes" / "digits_vl.py")
+    assert cli.main(["train", recipe, option, "/dev/null/x"]) == 2
+    assert "cannot be written, because /dev/null is no folder" in capsys.readouterr().err
 
 
 def test_a_miss_is_status_1_and_named(

@@ -15,6 +15,7 @@ import tyro
 from longspan.data.jsonl import read_jsonl
 from longspan.errors import LongspanError, UserError
 from longspan.layout import Layout, parse_layout
+from longspan.models.loading import read_config
 from longspan.parity.certificate import certificates
 from longspan.parity.compare import Request, compare
 from longspan.parity.faults import FAULTS
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         request = request_of(options)
+        read_config(options.model)  # what is no model is refused before the oracle looks for weights
         if options.model.startswith("tiny:"):
             torch.set_num_threads(1)  # the oracle's tensors are tiny: threads only get into each other's way
         found = compare(request)

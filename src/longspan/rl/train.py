@@ -91,6 +91,8 @@ def main(arguments: Sequence[str], certificate: Certificate | None = None) -> in
     try:
         if options.certify and certificate is None:
             raise UserError("--certify needs the parity checks: run it through `longspan train`")
+        if options.json:
+            check_writable("--json", Path(options.json))
         results = train(options.recipe, overrides, certificate=certificate if options.certify else None)
     except LongspanError as error:
         print(f"longspan train: {error}", file=sys.stderr)
@@ -108,6 +110,7 @@ def train(recipe: str, overrides: Sequence[str] = (), *, certificate: Certificat
         return run_rank(recipe, list(overrides), certificate)
     disable_progress_bar()
     job = load_job(recipe, overrides)
+    check_writable("run.folder", Path(job.run.folder) / "config.json")
     job.prepare()
     with _interrupt_stops_ranks():
         return launch(run_rank, recipe, list(overrides), certificate, ranks=job.engine.layout.ranks, timeout_s=WEEK_S)[
@@ -178,6 +181,13 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
         print(f"report: {write_report(folder)}", flush=True)
         results |= {row["stage"]: row for row in read_jsonl(folder / "metrics.jsonl")}
     return results
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Raises UserError where a run would fail at its end: a parent of `path` is no folder, or may not be written."""
+    nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(f"{name}: {path} cannot be written, because {nearest} is no folder that this user may write to")
 
 
 def prepare_once(job: Job, here: World) -> None:
