@@ -35,11 +35,13 @@ class FromJsonl:
         return ("training",)
 
     def prepare(self) -> None:
-        """Everything that can be wrong with the file is said here, before any rank starts."""
+        """What is wrong with the file itself is said here, before any rank starts; `train` holds it against the model."""
         if not self.data:
             raise UserError("from_jsonl needs a file of samples. Give --data FILE")
         samples = read_jsonl(Path(self.data))
         self.training.loss.objective().check(samples)
+        if not any(bool((sample.mask > 0).any()) for sample in samples):
+            raise UserError(f"no row of {self.data} trains a token: every mask is 0. Set mask 1 where the policy wrote")
         if self.training.samples > len(samples):
             raise UserError(
                 f"training.samples={self.training.samples} is more than the {len(samples)} rows of {self.data}: a step "
@@ -48,6 +50,10 @@ class FromJsonl:
 
     def train(self, engine: Engine, run: Run) -> None:
         samples = read_jsonl(Path(self.data))
+        try:
+            engine.check(samples)
+        except UserError as error:
+            raise UserError(f"{self.data}, where sample 0 is line 1: {error}") from error
         order = EpochOrder(len(samples), self.run.seed)
 
         def batch(cursor: int, count: int) -> tuple[list[Sample], list[str]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from longspan import Sample
+from longspan.data.jsonl import read_jsonl as read_samples
 from longspan.data.jsonl import write_jsonl
 from longspan.observe import read_jsonl
 from longspan.rl.train import load_job, main, train
@@ -50,6 +51,23 @@ def test_what_is_wrong_is_said_before_any_rank_starts(tmp_path, capsys):
     assert main([RECIPE, *data, "--training.samples", "25"]) == 2
     assert "training.samples=25 is more than the 24 rows" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_what_the_model_cannot_take_is_said_before_the_first_step(tmp_path, capsys):
+    """A row longer than budget x cp, or an id outside the vocabulary, in the last line of the file."""
+    for name, ids, said in (("long", [5] * 200, "sample 24 has 199 tokens"), ("id", [5, 970, 6], "sample 24")):
+        write_rows(tmp_path / f"{name}.jsonl", policy=False)
+        last = torch.tensor(ids)
+        rows = [*read_samples(tmp_path / f"{name}.jsonl"), Sample(last[:-1], last[1:], torch.ones(len(ids) - 1))]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+        run = ["--run.folder", str(tmp_path / name), "--engine.max-tokens-per-rank", "64", "--engine.layout.cp", "2"]
+        assert main([RECIPE, "--data", str(tmp_path / f"{name}.jsonl"), *run]) == 2
+        shown = capsys.readouterr().err
+        assert said in shown and "sample 0 is line 1" in shown, shown
+        assert not (tmp_path / name / "metrics.jsonl").exists() or not read_jsonl(tmp_path / name / "metrics.jsonl")
+    write_jsonl(tmp_path / "masked.jsonl", [Sample([5, 6], [6, 7], [0, 0])] * 8)
+    assert main([RECIPE, "--data", str(tmp_path / "masked.jsonl")]) == 2
+    assert "every mask is 0" in capsys.readouterr().err
 
 
 def test_policy_loss_settings_reach_the_objective(tmp_path):

@@ -29,7 +29,7 @@ from longspan.data.schedule import Problem, schedule
 from longspan.errors import UserError
 
 __all__ = [
-    "Cost", "IndexKind", "Limits", "Plan", "Row", "default_cost", "lower_bound", "make_plan", "makespan",
+    "Cost", "IndexKind", "Limits", "Plan", "Row", "check_fit", "default_cost", "lower_bound", "make_plan", "makespan",
     "padded_length", "row_index", "row_tokens", "step_times",
 ]  # fmt: skip
 
@@ -45,7 +45,7 @@ def make_plan(
         step_cost = 1024.0 if cost is None else cost.step_s if isinstance(cost, CostModel) else 0.0
     if len(lengths) == 0:
         raise UserError("the batch is empty: 0 samples to plan. Skip the call when a batch has none.")
-    _check_fit(lengths, limits)
+    check_fit(lengths, limits)
     if limits.sizes is not None:
         limits = replace(limits, sizes=few_sizes(limits.sizes))
     sizes = limits.all_sizes
@@ -70,7 +70,8 @@ def _times(lengths: Sequence[int], size: int, cost: Cost) -> list[float]:
     return [known[length] for length in lengths]
 
 
-def _check_fit(lengths: Sequence[int], limits: Limits) -> None:
+def check_fit(lengths: Sequence[int], limits: Limits) -> None:
+    """Raises UserError for a sample that fits no row, naming the longest."""
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if min(lengths) < 1:
         raise UserError(

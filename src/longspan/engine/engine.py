@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from longspan.data import Plan, Sample
+from longspan.data import Plan, Sample, check_fit, check_samples
 from longspan.engine import rng
 from longspan.engine.backend import Backend
 from longspan.engine.batch import Batch, fingerprint, make_batch
@@ -169,6 +169,15 @@ class Engine:
             self.builder.steps(batch, plan, Keep(routes=ROUTES in outputs)), Forward(tuple(outputs), buffer, topk)
         )
         return buffer.collect(self.mesh.all)
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Refuse at start what a call would refuse later: ids outside the vocabulary, a sample that fits no row. Not collective.
+
+        Samples are looked at one by one, so this takes a whole data set. Raises UserError naming the sample.
+        """
+        check_samples(samples, vocab_size=self.adapter.vocab_size)
+        lengths = [len(sample) for sample in samples]
+        check_fit(lengths, self.planner.limits(lengths))
 
     def gradients(self) -> dict[str, Tensor]:
         """{Hugging Face parameter name: full gradient on the CPU}, before clipping. Collective; changes nothing.
