@@ -2,6 +2,8 @@
 start.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,22 @@ def test_what_the_model_cannot_take_is_said_before_the_first_step(tmp_path, caps
     write_jsonl(tmp_path / "masked.jsonl", [Sample([5, 6], [6, 7], [0, 0])] * 8)
     assert main([RECIPE, "--data", str(tmp_path / "masked.jsonl")]) == 2
     assert "every mask is 0" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused(tmp_path, capsys):
+    write_rows(tmp_path / "rows.jsonl", policy=False)
+    run = tmp_path / "run"
+    run.mkdir()
+    code = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "file.write('somewhere pid 1'); file.flush(); print('held', flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(run / "lock")], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline()
+        assert main([RECIPE, "--data", str(tmp_path / "rows.jsonl"), "--run.folder", str(run)]) == 2
+        holder.kill()
+    assert "in use by somewhere pid 1" in capsys.readouterr().err
+    assert [path.name for path in run.iterdir()] == ["lock"]
 
 
 def test_policy_loss_settings_reach_the_objective(tmp_path):

@@ -10,9 +10,12 @@ stream, number).
 """
 
 import dataclasses
+import fcntl
 import json
+import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from longspan.engine import Engine
-from longspan.errors import CheckpointError
+from longspan.errors import CheckpointError, UserError
 from longspan.observe import MetricsWriter, Phases, append_jsonl, keep_until
 from longspan.rl.config import RunConfig
 
@@ -57,6 +60,12 @@ class Run:
         """Open the folder, resume from the newest checkpoint there, and listen for SIGTERM and Ctrl-C. Collective."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask_to_stop)
+        held = self.engine.mesh.gather_objects(self._lock() if self.lead else None)
+        for holder in held:
+            if holder is not None:
+                raise UserError(
+                    f"run.folder={self.folder} is in use by {holder}. Stop that run, or use another run.folder"
+                )
         found = self.engine.mesh.gather_objects(self._newest() if self.lead else None)
         newest: Position | None = next((position for position in found if position is not None), None)
         if newest is not None:
@@ -106,6 +115,18 @@ class Run:
     def finish(self) -> None:
         if self.writer is not None:
             self.writer.close()
+
+    def _lock(self) -> str | None:
+        """Takes the folder for this process until it ends; says who has it instead, if somebody has."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT)  # stays open: the process holds it until it ends
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return os.read(lock, 200).decode() or "another process"
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{socket.gethostname()} pid {os.getpid()}".encode())
+        return None
 
     def _save(self, position: Position) -> None:
         with self.phases("save"):
