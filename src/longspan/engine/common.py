@@ -1,15 +1,23 @@
-"""What every backend does to an adapter before it spreads its parameters: the same rules and names in each."""
+"""What every backend does alike: to an adapter before it spreads its parameters, to an optimizer, a checkpoint, an export."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longspan.engine.config import EngineConfig
-from longspan.errors import UserError
+from longspan.engine.optim import SGD, AdamW
+from longspan.errors import CheckpointError, UserError
 from longspan.models.adapter import Adapter
+from longspan.models.lora import adapter_of, merge_weights, write_adapter
+from longspan.models.mtp import mtp_exported
 
-__all__ = ["check_lora", "make_value_head", "pick_adapter", "set_mtp", "zero_slots"]
+__all__ = [
+    "check_finite", "check_lora", "check_shapes", "empty_settings", "export_weights", "make_value_head", "owners_of", "pick_adapter",
+    "set_mtp", "use_settings", "zero_slots",
+]  # fmt: skip
 
 
 def make_value_head(adapter: Adapter, seed: int, dtype: torch.dtype) -> nn.Linear:
@@ -66,3 +74,77 @@ def zero_slots(kind: str, like: Tensor, *, momentum: bool) -> dict[str, Tensor]:
         moments = {name: torch.zeros_like(like) for name in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), dtype=torch.float32), **moments}
     return {"momentum_buffer": torch.zeros_like(like)} if momentum else {}
+
+
+def owners_of(adapters: Collection[str], adapter: str | None) -> set[str | None]:
+    """Whose parameters a step moves: an adapter's, with the value head where it is the only one; or everything (None)."""
+    return {adapter} if len(adapters) > 1 else {adapter, None}
+
+
+def use_settings(param_groups: Iterable[dict[str, Any]], kind: str, settings: AdamW | SGD) -> None:
+    """Give an optimizer of this kind the settings of one step."""
+    if kind != type(settings).__name__:
+        raise UserError(
+            f"this engine steps with {kind}; {type(settings).__name__} would ignore its state. Use one optimizer for a run"
+        )
+    for group in param_groups:
+        group.update(settings.options())
+
+
+def empty_settings(kind: str) -> AdamW | SGD:
+    """Settings to make an optimizer of a saved kind with, before a checkpoint fills its state."""
+    return AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0)
+
+
+def check_finite(norm: Tensor, gradients: Iterable[tuple[str, Tensor | None]], rank: int) -> None:
+    """Raises UserError for a norm that is not finite, naming parameters with such gradients on this rank."""
+    if torch.isfinite(norm):
+        return
+    broken = sorted(name for name, gradient in gradients if gradient is not None and not torch.isfinite(gradient).all())
+    raise UserError(
+        f"the gradient norm is {float(norm)}: no step was taken and the weights are unchanged. Parameters with "
+        f"non-finite gradients on rank {rank}: {broken[:3] or 'none here'}. Call engine.clear_gradients() to drop this "
+        "batch and go on"
+    )
+
+
+def check_shapes(folder: Path, saved: Mapping[str, list[int]], mine: Mapping[str, list[int]]) -> None:
+    """Raises CheckpointError where a checkpoint's parameters are not this model's."""
+    if saved != mine:
+        wrong = [name for name in sorted({*mine, *saved}) if mine.get(name) != saved.get(name)]
+        raise CheckpointError(
+            f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded"
+        )
+
+
+def export_weights(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    adapter: Adapter,
+    *,
+    names: Collection[str],
+    lora: Mapping[str, Any],
+    merge: str | None,
+    lead: bool,
+) -> None:
+    """Without LoRA a Hugging Face folder. With it, one peft folder an adapter; merge=name: the base with it added in.
+
+    weights: full parameters under their public names; names: those that there are. The lead rank writes, all ranks check.
+    """
+    if merge is not None and merge not in lora:
+        raise UserError(f"merge={merge!r} is not one of this engine's adapters {sorted(lora)}")
+    if not lead:
+        return
+    weights = {name: value for name, value in weights.items() if not name.startswith("value_head.")}
+    if lora and merge is None:
+        for name, config in lora.items():
+            write_adapter(folder if len(lora) == 1 else folder / name, name, config, weights)
+        return
+    merged = merge_weights(weights, adapter.model, merge)
+    wanted = {name.replace(".base_layer.", ".") for name in names if adapter_of(name) is None}
+    missing = sorted(name for name in wanted - merged.keys() if not name.startswith("value_head."))
+    if missing:  # a folder that lacks a parameter would load with random values
+        raise CheckpointError(
+            f"the export lacks {missing[:3]} ({len(missing)} of {len(wanted)} tensors): nothing was written"
+        )
+    adapter.model.save_pretrained(folder, state_dict=mtp_exported(adapter.mtp, merged))

@@ -6,7 +6,7 @@ a weight. Refuses tp > 1 and pp > 1: those are the megatron backend's.
 
 import fnmatch
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +18,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.engine import checkpoint
 from longspan.engine.backend import Head, MicroStep, Program
-from longspan.engine.common import check_lora, make_value_head, pick_adapter, set_mtp, zero_slots
+from longspan.engine.common import (
+    check_finite,
+    check_lora,
+    check_shapes,
+    empty_settings,
+    export_weights,
+    make_value_head,
+    owners_of,
+    pick_adapter,
+    set_mtp,
+    use_settings,
+    zero_slots,
+)
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.fsdp.compiled import compile_layers, keeps_of
 from longspan.engine.fsdp.host import CHECKPOINT, HostStore
@@ -27,12 +39,11 @@ from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
 from longspan.engine.fsdp.tiled_mlp import tile_mlps
 from longspan.engine.memory import explain_out_of_memory
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, local, make_optimizer
-from longspan.errors import CheckpointError, UserError
+from longspan.errors import UserError
 from longspan.layout import Mesh
 from longspan.models.adapter import Adapter
-from longspan.models.lora import adapter_of, add_adapters, merge_weights, write_adapter
+from longspan.models.lora import adapter_of, add_adapters
 from longspan.models.moe import moe_shape
-from longspan.models.mtp import mtp_exported
 
 __all__ = ["FSDPBackend"]
 
@@ -112,7 +123,8 @@ class FSDPBackend:
         adapter = pick_adapter(self.lora, adapter)
         parameters = self._stepped(adapter)
         norm = gradient_norm(parameters, self.mesh.all)
-        self._check_finite(norm)
+        gradients = ((n, None if p.grad is None else local(p.grad)) for n, p in self.named_parameters())
+        check_finite(norm, gradients, self.mesh.data_rank)
         for parameter in parameters:
             if parameter.grad is None:  # unused in every call: a zero gradient, the same at every layout
                 parameter.grad = torch.zeros_like(parameter)
@@ -126,21 +138,8 @@ class FSDPBackend:
 
     def _stepped(self, adapter: str | None) -> list[nn.Parameter]:
         """What a step moves: the factors of one adapter, with the value head where it is the only one; or everything."""
-        owners = {adapter} if len(self.lora) > 1 else {adapter, None}
+        owners = owners_of(self.lora, adapter)
         return [parameter for name, parameter in self.named_parameters() if adapter_of(name) in owners]
-
-    def _check_finite(self, norm: Tensor) -> None:
-        if not torch.isfinite(norm):
-            broken = [
-                name
-                for name, parameter in self.named_parameters()
-                if parameter.grad is not None and not torch.isfinite(local(parameter.grad)).all()
-            ]
-            raise UserError(
-                f"the gradient norm is {float(norm)}: no step was taken and the weights are unchanged. Parameters with "
-                f"non-finite gradients on rank {self.mesh.data_rank}: {broken[:3] or 'none here'}. Call engine.clear_gradients() "
-                "to drop this batch and go on"
-            )
 
     def _optimizer(self, settings: AdamW | SGD, parameters: list[nn.Parameter], adapter: str | None) -> Stepper:
         """This adapter's optimizer with the settings of this step; its state starts at the first one."""
@@ -153,13 +152,7 @@ class FSDPBackend:
                 else make_optimizer(settings, parameters)
             )
         optimizer = self.optimizers[adapter]
-        if kind_of(optimizer) != type(settings).__name__:
-            raise UserError(
-                f"this engine steps with {kind_of(optimizer)}; {type(settings).__name__} would ignore its state. "
-                "Use one optimizer for a run"
-            )
-        for group in optimizer.param_groups:
-            group.update(settings.options())
+        use_settings(optimizer.param_groups, kind_of(optimizer), settings)
         return optimizer
 
     def clear_gradients(self) -> None:
@@ -188,14 +181,7 @@ class FSDPBackend:
 
     def load(self, folder: Path, optimizer: bool) -> None:
         saved = json.loads((folder / "backend.json").read_text())
-        shapes = self._shapes()
-        if saved["shapes"] != shapes:
-            wrong = [
-                name for name in sorted({*shapes, *saved["shapes"]}) if shapes.get(name) != saved["shapes"].get(name)
-            ]
-            raise CheckpointError(
-                f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded"
-            )
+        check_shapes(folder, saved["shapes"], self._shapes())
         self.optimizers = {}
         keys = checkpoint.saved_keys(folder)
         for adapter, kind in saved["optimizers"].items() if optimizer else ():
@@ -229,9 +215,8 @@ class FSDPBackend:
 
     def _empty_optimizer(self, adapter: str | None, kind: str, keys: Collection[str]) -> None:
         """An optimizer with zero state of the right shapes, for the checkpoint with these keys to fill."""
-        settings = AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0)
         parameters = self._stepped(adapter)
-        optimizer = self._optimizer(settings, parameters, adapter)
+        optimizer = self._optimizer(empty_settings(kind), parameters, adapter)
         names = {parameter: public_name(name) for name, parameter in self.policy.named_parameters()}
         momentum = any(f"optimizer/{names[parameter]}/momentum_buffer" in keys for parameter in parameters)
         for parameter in parameters:
@@ -242,29 +227,10 @@ class FSDPBackend:
                 optimizer.state[parameter] = slots
 
     def export(self, folder: Path, merge: str | None) -> None:
-        """Without LoRA a Hugging Face folder. With it, one peft folder an adapter; merge=name: the base with it added in."""
-        weights = {name: value for name, value in self.weights().items() if not name.startswith("value_head.")}
-        if merge is not None and merge not in self.lora:
-            raise UserError(f"merge={merge!r} is not one of this engine's adapters {sorted(self.lora)}")
-        if self.mesh.data_rank != 0:
-            return
-        if self.lora and merge is None:
-            for name, config in self.lora.items():
-                write_adapter(folder if len(self.lora) == 1 else folder / name, name, config, weights)
-        else:
-            merged = merge_weights(weights, self.adapter.model, merge)
-            self._check_complete(merged)
-            self.adapter.model.save_pretrained(folder, state_dict=mtp_exported(self.adapter.mtp, merged))
-
-    def _check_complete(self, weights: Mapping[str, Tensor]) -> None:
-        """Every parameter of the model is there: a folder that lacks one would load with random values."""
-        names = {public_name(name) for name, _ in self.policy.named_parameters()}
-        wanted = {name.replace(".base_layer.", ".") for name in names if adapter_of(name) is None}
-        missing = sorted(name for name in wanted - weights.keys() if not name.startswith("value_head."))
-        if missing:
-            raise CheckpointError(
-                f"the export lacks {missing[:3]} ({len(missing)} of {len(wanted)} tensors): nothing was written"
-            )
+        lead = self.mesh.data_rank == 0
+        export_weights(
+            folder, self.weights(), self.adapter, names=self._shapes(), lora=self.lora, merge=merge, lead=lead
+        )
 
 
 class _Seen:

@@ -22,7 +22,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longspan.engine import checkpoint
 from longspan.engine.backend import Head, MicroStep, Program
-from longspan.engine.common import pick_adapter, zero_slots
+from longspan.engine.common import (
+    check_finite,
+    check_shapes,
+    empty_settings,
+    export_weights,
+    owners_of,
+    pick_adapter,
+    use_settings,
+    zero_slots,
+)
 from longspan.engine.config import EngineConfig
 from longspan.engine.megatron.build import build_chunks
 from longspan.engine.megatron.groups import make_groups
@@ -32,11 +41,10 @@ from longspan.engine.megatron.weights import Entry, Part, gather, join, local, s
 from longspan.engine.megatron.zero import own_slice, sum_into_slice, whole_from_slices
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, make_optimizer
 from longspan.engine.optim import local as local_of
-from longspan.errors import CheckpointError, UserError
+from longspan.errors import UserError
 from longspan.layout import CPGroup, Mesh
 from longspan.models.adapter import Adapter
-from longspan.models.lora import adapter_of, merge_weights, write_adapter
-from longspan.models.mtp import mtp_exported
+from longspan.models.lora import adapter_of
 from longspan.models.skeleton import MemoryWeights
 
 __all__ = ["MegatronBackend"]
@@ -114,7 +122,7 @@ class MegatronBackend:
 
     def _moved_by(self, adapter: str | None) -> list[tuple[str, Entry]]:
         """What a step moves: the factors of one adapter, with the value head where it is the only one; or everything."""
-        owners = {adapter} if len(self.lora) > 1 else {adapter, None}
+        owners = owners_of(self.lora, adapter)
         return [(name, entry) for name, entry in self.trainable() if adapter_of(entry.parts[0].name) in owners]
 
     def _repeats(self, entry: Entry) -> CPGroup:
@@ -177,15 +185,8 @@ class MegatronBackend:
         moved = self._moved_by(adapter)
         gradients = self._reduced(moved, sum_into_slice)
         norm = self._norm(gradients)
-        if not torch.isfinite(norm):
-            broken = sorted(
-                p.name for n, g in gradients.items() if not torch.isfinite(g).all() for p in self.table[n].parts
-            )
-            raise UserError(
-                f"the gradient norm is {float(norm)}: no step was taken and the weights are unchanged. Parameters with "
-                f"non-finite gradients on rank {self.mesh.rank}: {broken[:3] or 'none here'}. "
-                "Call engine.clear_gradients() to drop this batch and go on"
-            )
+        parts = ((part.name, gradient) for name, gradient in gradients.items() for part in self.table[name].parts)
+        check_finite(norm, parts, self.mesh.rank)
         coefficient = clip_coefficient(norm, settings.clip_norm)
         self._clear([name for name, _ in moved])
         self.touched.discard(adapter)
@@ -215,13 +216,7 @@ class MegatronBackend:
             # a pipeline stage may have no layer of this adapter, and torch wants a parameter
             self.optimizers[adapter] = make_optimizer(settings, slices or [torch.zeros(0)])
         optimizer = self.optimizers[adapter]
-        if type(optimizer).__name__ != type(settings).__name__:
-            raise UserError(
-                f"this engine steps with {type(optimizer).__name__}; {type(settings).__name__} would ignore its state. "
-                "Use one optimizer for a run"
-            )
-        for group in optimizer.param_groups:
-            group.update(settings.options())
+        use_settings(optimizer.param_groups, type(optimizer).__name__, settings)
         return optimizer
 
     def _publish(self) -> None:
@@ -261,13 +256,7 @@ class MegatronBackend:
     def load(self, folder: Path, optimizer: bool) -> None:
         saved = json.loads((folder / "backend.json").read_text())
         shapes = {name: list(shape) for name, shape in self.built.shapes.items()}
-        if saved["shapes"] != shapes:
-            wrong = [
-                name for name in sorted({*shapes, *saved["shapes"]}) if shapes.get(name) != saved["shapes"].get(name)
-            ]
-            raise CheckpointError(
-                f"{folder} was saved for another model: parameters differ, first {wrong[:3]}. Nothing was loaded"
-            )
+        check_shapes(folder, saved["shapes"], shapes)
         self.optimizers = {}
         keys = checkpoint.saved_keys(folder)
         for adapter, kind in saved["optimizers"].items() if optimizer else ():
@@ -345,25 +334,17 @@ class MegatronBackend:
 
     def _empty_optimizer(self, adapter: str | None, kind: str, keys: Collection[str]) -> None:
         """An optimizer with zero state of the right shapes, for the checkpoint with these keys to fill."""
-        optimizer = self._optimizer(AdamW(lr=0.0) if kind == "AdamW" else SGD(lr=0.0), adapter)
+        optimizer = self._optimizer(empty_settings(kind), adapter)
         moved = self._moved_by(adapter)
         momentum = any(f"optimizer/{part.name}/momentum_buffer" in keys for _, entry in moved for part in entry.parts)
         for name, _ in moved:
             optimizer.state[self.slices[name]] = zero_slots(kind, self.slices[name], momentum=momentum)
 
     def export(self, folder: Path, merge: str | None) -> None:
-        """Without LoRA a Hugging Face folder. With it, one peft folder an adapter; merge=name: the base with it added in."""
-        weights = {name: value for name, value in self.weights().items() if not name.startswith("value_head.")}
-        if merge is not None and merge not in self.lora:
-            raise UserError(f"merge={merge!r} is not one of this engine's adapters {sorted(self.lora)}")
-        if self.mesh.rank != 0:
-            return
-        if self.lora and merge is None:
-            for name, config in self.lora.items():
-                write_adapter(folder if len(self.lora) == 1 else folder / name, name, config, weights)
-        else:
-            merged = merge_weights(weights, self.adapter.model, merge)
-            self.adapter.model.save_pretrained(folder, state_dict=mtp_exported(self.adapter.mtp, merged))
+        lead = self.mesh.rank == 0
+        export_weights(
+            folder, self.weights(), self.adapter, names=self.built.shapes, lora=self.lora, merge=merge, lead=lead
+        )
 
 
 def _summed(x: Tensor, group: CPGroup) -> Tensor:
