@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspan import AdamW, Engine, EngineConfig, Objective, Sample
 from longspan.engine.fsdp import host, host_optimizer
-from longspan.engine.fsdp.host import HostStore
+from longspan.engine.fsdp.host import HostLink
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = (3000, 1, 1095)
@@ -62,14 +62,15 @@ def test_offload_and_tiles_change_no_number(
 
 
 def test_a_fetch_that_does_not_wait_is_seen(plain: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(self: HostStore, pairs: object) -> None:  # the copies stand behind 50 ms of other work in the stream
+    def late(self: HostLink, pairs: object) -> torch.cuda.Event:  # the copies stand behind 50 ms of other work in the stream
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(10**8)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
 
-    monkeypatch.setattr(HostStore, "_copy", late)
+    monkeypatch.setattr(HostLink, "copy", late)
     monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
     found = run(offload=("checkpoints",), recompute="full")
     assert not distance(found, plain) < TOLERANCE

@@ -7,7 +7,7 @@ power of two, which would waste up to half of it. On the CPU the same code copie
 Parked: each layer's input, and attention's output under "selective". What Gated DeltaNet keeps under "selective" stays on the device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,45 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan.mixers import AttentionCache
 
-__all__ = ["CHECKPOINT", "HostStore"]
+__all__ = ["CHECKPOINT", "HostLink", "HostStore"]
 
 BLOCK = 64 * 2**20  # bytes
 AHEAD = 3  # tensors on their way back: a layer's input and attention output, and the next layer's input
 CHECKPOINT: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+
+
+class HostLink:
+    """Copies between a device and pinned host memory on a side stream; on the CPU the same copies without streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Copies (to, from) behind the work that is queued now; the event says when they are done."""
+        if self.stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
+
+    def wait(self, ready: torch.cuda.Event | None) -> None:
+        """The current stream goes on when these copies are done."""
+        if ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(ready)
+
+    def keep(self, source: Tensor) -> None:
+        """Its memory is not given away before the side stream has read it."""
+        if self.stream is not None:
+            source.record_stream(self.stream)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that copies can run from and to."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self.stream is not None)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +75,7 @@ class HostStore:
     """The parked tensors of one micro-step, in the order of parking."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.link = HostLink(device)
         self._free: list[Tensor] = []
         self._parked: list[Parked] = []
 
@@ -55,13 +88,12 @@ class HostStore:
     def park(self, x: Tensor) -> Callable[[], Tensor]:
         """Start copying x to the host; the function brings it back, once. An empty tensor, or one that is no activation of
         this device (torch 2.11's checkpoint saves an empty CPU tensor beside its inputs), stays where it is."""
-        if x.device.type != self.device.type or not x.numel():
+        if x.device.type != self.link.device.type or not x.numel():
             return lambda: x
         source = x.detach().contiguous().view(-1).view(torch.uint8)
         parked = Parked(x.shape, x.dtype, source.numel(), [self._block() for _ in range(-(-source.numel() // BLOCK))])
-        self._copy(((block[: len(part)], part) for block, part in _parts(parked, source)))
-        if self.stream is not None:
-            source.record_stream(self.stream)
+        self.link.copy((block[: len(part)], part) for block, part in _parts(parked, source))
+        self.link.keep(source)
         self._parked.append(parked)
         return lambda: self._fetch(parked)
 
@@ -69,8 +101,10 @@ class HostStore:
         """A micro-step starts: forget what was parked (the one before may have failed), take its attention outputs."""
         if cache is not None:
             cache.park = self.park
-        if self.stream is not None and self._parked:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)  # of those still on their way back
+        if self.link.stream is not None and self._parked:
+            torch.cuda.current_stream(self.link.device).wait_stream(
+                self.link.stream
+            )  # of those still on their way back
         for parked in self._parked:
             self._free += [] if parked.back is not None else parked.blocks
         self._parked = []
@@ -81,34 +115,21 @@ class HostStore:
         for following in self._parked[: -AHEAD - 1 : -1]:
             self._start(following)
         assert parked.back is not None
-        if parked.ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(parked.ready)
+        self.link.wait(parked.ready)
         return parked.back.view(parked.dtype).view(parked.shape)
 
     def _start(self, parked: Parked) -> None:
         """Start the copy to the device, unless it is on its way. Blocks are free again behind it in the stream."""
         if parked.back is not None:
             return
-        parked.back = torch.empty(parked.size, dtype=torch.uint8, device=self.device)
-        self._copy(((part, block[: len(part)]) for block, part in _parts(parked, parked.back)))
-        parked.ready = None if self.stream is None else self.stream.record_event()
+        parked.back = torch.empty(parked.size, dtype=torch.uint8, device=self.link.device)
+        parked.ready = self.link.copy((part, block[: len(part)]) for block, part in _parts(parked, parked.back))
         self._free += parked.blocks
-
-    def _copy(self, pairs: Any) -> None:
-        """Copies (to, from) behind the work that is queued now."""
-        if self.stream is None:
-            for target, source in pairs:
-                target.copy_(source)
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
 
     def _block(self) -> Tensor:
         if self._free:
             return self._free.pop()
-        return torch.empty(BLOCK, dtype=torch.uint8, pin_memory=self.stream is not None)
+        return self.link.empty((BLOCK,), torch.uint8)
 
 
 def _bring(fetch: Callable[[], Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from longspan.engine.fsdp.host import HostLink
 from longspan.engine.optim import SGD, AdamW, local, make_optimizer
 
 __all__ = ["HostOptimizer"]
@@ -26,8 +27,7 @@ class HostOptimizer:
     def __init__(self, settings: AdamW | SGD, parameters: Sequence[Tensor], device: torch.device) -> None:
         self.parts = [make_optimizer(settings, bucket) for bucket in _buckets(parameters)]
         self.kind = type(self.parts[0]).__name__
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.link = HostLink(device)
         self._host: dict[Tensor, dict[str, Tensor]] = {}  # parameter -> slot -> pinned local shard
 
     @property
@@ -41,7 +41,7 @@ class HostOptimizer:
     def step(self) -> None:
         ready = self._bring(self.parts[0])
         for part, following in zip(self.parts, [*self.parts[1:], None], strict=True):
-            self._wait(ready)
+            self.link.wait(ready)
             ready = None if following is None else self._bring(following)
             part.step()
             self._send(part)
@@ -59,21 +59,21 @@ class HostOptimizer:
     def brought(self) -> Iterator[None]:
         """All moments on the device inside; afterwards what they hold then is on the host."""
         for part in self.parts:
-            self._wait(self._bring(part))
+            self.link.wait(self._bring(part))
         yield
         for part in self.parts:
             self._send(part)
-        if self.stream is not None:
-            self.stream.synchronize()
+        if self.link.stream is not None:
+            self.link.stream.synchronize()
 
     def _bring(self, part: torch.optim.Optimizer) -> torch.cuda.Event | None:
         pairs = []
         for parameter, slots in part.state.items():
             for slot, host in self._host.get(parameter, {}).items():
-                here = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+                here = torch.empty(host.shape, dtype=host.dtype, device=self.link.device)
                 pairs.append((here, host))
                 slots[slot] = _like(parameter, here)
-        return self._copy(pairs)
+        return self.link.copy(pairs)
 
     def _send(self, part: torch.optim.Optimizer) -> None:
         pairs = []
@@ -82,28 +82,11 @@ class HostOptimizer:
             for slot in [slot for slot, value in slots.items() if isinstance(value, Tensor) and value.dim()]:
                 here = local(slots.pop(slot))
                 if slot not in host:
-                    host[slot] = torch.empty(here.shape, dtype=here.dtype, pin_memory=self.stream is not None)
+                    host[slot] = self.link.empty(here.shape, here.dtype)
                 pairs.append((host[slot], here))
-        self._copy(pairs)
-        if self.stream is not None:
-            for _, here in pairs:
-                here.record_stream(self.stream)
-
-    def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        """Copies (to, from) behind the work that is queued now; the event says when they are done."""
-        if self.stream is None:
-            for target, source in pairs:
-                target.copy_(source)
-            return None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        return self.stream.record_event()
-
-    def _wait(self, ready: torch.cuda.Event | None) -> None:
-        if ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(ready)
+        self.link.copy(pairs)
+        for _, here in pairs:
+            self.link.keep(here)
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
