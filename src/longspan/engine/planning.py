@@ -5,10 +5,10 @@ The same inputs on every rank give the same plan (law 2). Does not know tensors 
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,7 +16,7 @@ from longspan.data import Limits, Plan, lower_bound, make_plan, makespan
 from longspan.data.cost import CostModel
 from longspan.data.machine import Machine
 from longspan.data.memory import MemoryModel
-from longspan.data.plan import default_cost
+from longspan.data.plan import Cost, default_cost
 from longspan.data.shape import ModelShape
 from longspan.engine.batch import Batch
 from longspan.engine.config import DTYPES, EngineConfig
@@ -100,17 +100,17 @@ class Planner:
             "plan/idle_share": max(0.0, 1.0 - busy / (self.ranks * units)),
             "plan/over_bound": units / max(lower_bound(lengths, self._limits(batch), cost), 1e-30),
         }
-        said = self.watch.see(self._call(batch, plan, units, seconds))
+        said = self.watch.see(self._call(batch, plan, cost, units=units, seconds=seconds))
         if said and self.lead:
             log.warning(said)
         return report
 
-    def _call(self, batch: Batch, plan: Plan, units: float, seconds: float) -> Call:
+    def _call(self, batch: Batch, plan: Plan, cost: Cost, *, units: float, seconds: float) -> Call:
         steps = len(plan.micro_steps)
         return Call(
             modelled_s=units,
             measured_s=seconds,
-            parts=self._parts(batch, plan),
+            parts=_parts(batch, plan, cost) if isinstance(cost, CostModel) else {},
             layer_s=units / (steps * self.shape.layers),
             traffic_s=0.0 if self.model is None else steps * self.model.traffic_s,
             before=self._before,
@@ -121,7 +121,7 @@ class Planner:
         shares = [sum(media) / length for media, length in zip(batch.media_tokens, batch.lengths, strict=True)]
         return self.limits(batch.lengths, max(shares))  # any micro-step may consist of the samples that see most
 
-    def _cost(self, batch: Batch) -> tuple[Callable[[int, int], float], float]:
+    def _cost(self, batch: Batch) -> tuple[Cost, float]:
         """Time of a sample at a CP size, and of a micro-step as such."""
         if self.model is None:
             return default_cost, 1024.0  # of default_cost's unit, tokens
@@ -131,18 +131,16 @@ class Planner:
         model = replace(self.model, trained_share=trained, visual_share=visual)
         return model, model.step_s
 
-    def _parts(self, batch: Batch, plan: Plan) -> dict[str, float]:
-        """Modelled rank-seconds by cause; empty without constants."""
-        model, _ = self._cost(batch)
-        if not isinstance(model, CostModel):
-            return {}
-        found = {"micro-steps": self.ranks * model.step_s * len(plan.micro_steps)}
-        for size in sorted({row.size for rows in plan.micro_steps for row in rows}):
-            rows = [row for rows in plan.micro_steps for row in rows if row.size == size]
-            lengths = torch.tensor([batch.lengths[i] for row in rows for i in row.samples], dtype=torch.float64)
-            for name, values in model.parts(lengths.numpy(), size).items():
-                found[name] = found.get(name, 0.0) + size * float(values.sum())
-        return found
+
+def _parts(batch: Batch, plan: Plan, model: CostModel) -> dict[str, float]:
+    """Modelled rank-seconds by cause."""
+    found = {"micro-steps": model.num_ranks * model.step_s * len(plan.micro_steps)}
+    for size in sorted({row.size for rows in plan.micro_steps for row in rows}):
+        rows = [row for rows in plan.micro_steps for row in rows if row.size == size]
+        lengths = np.array([batch.lengths[i] for row in rows for i in row.samples], dtype=np.float64)
+        for name, values in model.parts(lengths, size).items():
+            found[name] = found.get(name, 0.0) + size * float(values.sum())
+    return found
 
 
 def mixer_choice(config: EngineConfig, adapter: Adapter) -> MixerChoice:
