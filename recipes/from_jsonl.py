@@ -16,9 +16,9 @@ below 3.5 in 30 steps.
 from dataclasses import dataclass
 from pathlib import Path
 
-from longspan import AdamW, Engine, EngineConfig, Sample, UserError
+from longspan import AdamW, Engine, EngineConfig, UserError
 from longspan.data.jsonl import read_jsonl
-from longspan.rl import EpochOrder, Loss, Run, RunConfig, Schedule, Supervised, supervised
+from longspan.rl import Loss, Run, RunConfig, Schedule, Supervised, supervised_rows
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,7 @@ class FromJsonl:
 
     def train(self, engine: Engine, run: Run) -> None:
         samples = read_jsonl(Path(self.data))
-        try:
-            engine.check(samples)
-        except UserError as error:
-            raise UserError(f"{self.data}, where sample 0 is line 1: {error}") from error
-        order = EpochOrder(len(samples), self.run.seed)
-
-        def batch(cursor: int, count: int) -> tuple[list[Sample], list[str]]:
-            rows = [order[number] for number in range(cursor, cursor + count)]
-            return [samples[row] for row in rows], [f"line-{row + 1}" for row in rows]
-
-        supervised(engine, batch, self.training, run, stage="training")
+        supervised_rows(engine, samples, self.training, run, source=self.data, stage="training")
 
 
 def config() -> FromJsonl:

@@ -44,7 +44,7 @@ from longspan import AdamW, Engine, EngineConfig, Image, Layout, Sample, UserErr
 from longspan.data.jsonl import read_jsonl
 from longspan.models.loading import build_random
 from longspan.models.tiny import tiny
-from longspan.rl import EpochOrder, Loss, Run, RunConfig, Schedule, Supervised, publish_folder, supervised
+from longspan.rl import Loss, Run, RunConfig, Schedule, Supervised, publish_folder, supervised_rows
 
 IMAGE, START, END, TEXT = 93, 95, 96, 90  # ids of the tiny models: placeholder, around it, and how many are text
 CELL = 8  # pixels a visual token of the tiny tower is high and wide
@@ -83,14 +83,8 @@ class Trajectories:
             self.training.loss.objective().check(self._samples())
 
     def train(self, engine: Engine, run: Run) -> None:
-        samples = self._samples()
-        order = EpochOrder(len(samples), self.run.seed)
-
-        def batch(cursor: int, count: int) -> tuple[list[Sample], list[str]]:
-            rows = [order[number] for number in range(cursor, cursor + count)]
-            return [samples[row] for row in rows], [f"line-{row + 1}" for row in rows]
-
-        supervised(engine, batch, self.training, run, stage="training")
+        source = self.data or f"the {self.dry.rows} random rows"
+        supervised_rows(engine, self._samples(), self.training, run, source=source, stage="training")
 
     def _samples(self) -> list[Sample]:
         if self.dry.family:

@@ -11,7 +11,7 @@ from longspan.rl.rewards import exact_match
 from longspan.rl.run import Run, publish_folder
 from longspan.rl.samples import answer_sample, rollout_sample
 from longspan.rl.schedule import Schedule
-from longspan.rl.supervised import supervised
+from longspan.rl.supervised import supervised, supervised_rows
 from longspan.rl.task import EpochOrder, Prompt, Rollout, Task
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "rloo",
     "rollout_sample",
     "supervised",
+    "supervised_rows",
 ]

@@ -9,14 +9,36 @@ from dataclasses import replace
 
 from longspan.data import Sample
 from longspan.engine import Engine
+from longspan.errors import UserError
 from longspan.observe import Progress
 from longspan.rl.config import Supervised
 from longspan.rl.numbers import step_numbers
 from longspan.rl.run import Position, Run
+from longspan.rl.task import EpochOrder
 
-__all__ = ["supervised"]
+__all__ = ["supervised", "supervised_rows"]
 
 Batch = Callable[[int, int], tuple[Sequence[Sample], Sequence[str]]]  # (cursor, count) -> samples, row names
+
+
+def supervised_rows(
+    engine: Engine, samples: Sequence[Sample], config: Supervised, run: Run, *, source: str, stage: str
+) -> None:
+    """`supervised` on the rows of a file, walked in a seeded order, epoch after epoch. Collective.
+
+    Raises UserError before the first step for a row that the model or the token budget cannot take, naming `source`.
+    """
+    try:
+        engine.check(samples)
+    except UserError as error:
+        raise UserError(f"{source}, where sample 0 is line 1: {error}") from error
+    order = EpochOrder(len(samples), run.config.seed)
+
+    def batch(cursor: int, count: int) -> tuple[list[Sample], list[str]]:
+        rows = [order[number] for number in range(cursor, cursor + count)]
+        return [samples[row] for row in rows], [f"line-{row + 1}" for row in rows]
+
+    supervised(engine, batch, config, run, stage=stage)
 
 
 def supervised(engine: Engine, batch: Batch, config: Supervised, run: Run, *, stage: str = "supervised") -> None:
