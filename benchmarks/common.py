@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from longspan.observe.provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
+CALLS = 3
 PEAK_TFLOPS = 989.0  # dense bf16, data sheet of the H100/H200 SXM; a measured 8192^3 matmul reaches 784
 
 # Packed rows of 64k tokens: one document, and the mix of 23 documents of GPU.md.
@@ -95,6 +97,24 @@ def times_ms(call: Callable[[], Any], *, repeats: int, warmup: int = 2) -> list[
         stop.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) for start, stop in marks]
+
+
+def slowest_ms(call: Callable[[], Any], repeats: int) -> list[float]:
+    """Milliseconds of a call, of the slower rank; ranks start together. A repeat is the mean of CALLS calls, as layers come."""
+
+    def several() -> None:
+        for _ in range(CALLS):
+            call()
+
+    call()
+    found = []
+    for repeat in range(repeats + 1):
+        dist.barrier()
+        ms = times_ms(several, repeats=1, warmup=0)[0] / CALLS
+        found += [ms] if repeat else []  # the first one warms up
+    slowest: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(slowest, found)
+    return [max(values) for values in zip(*slowest, strict=True)]
 
 
 def causal_flops(lengths: Sequence[int], heads: int, head_dim: int, *, causal: bool = True) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Report, Settings, cu_seqlens, settings, times_ms
+from common import Report, Settings, cu_seqlens, settings, slowest_ms
 from torch import Tensor
 
 from longspan.launch import launch, world
@@ -31,28 +31,9 @@ from longspan.mixers.deltanet_torch import TorchDeltaKernel
 from longspan.mixers.linear import DeltaShape, DeltaWeights, LinearPrepared, gated_delta, prepare_linear
 
 RANKS = min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
-CALLS = 3
 SHAPE = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 SMOKE = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=8)
 PIECES = (None, 4096, 8192, 16384)
-
-
-def timed(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Milliseconds of a call, of the slower rank; ranks start together."""
-
-    def several() -> None:
-        for _ in range(CALLS):
-            call()
-
-    call()
-    found = []
-    for repeat in range(repeats + 1):
-        dist.barrier()
-        ms = times_ms(several, repeats=1, warmup=0)[0] / CALLS
-        found += [ms] if repeat else []  # the first one warms up
-    slowest: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(slowest, found)
-    return [max(values) for values in zip(*slowest, strict=True)]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -145,14 +126,14 @@ def bench_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         with torch.no_grad():
-            forward_ms = timed(forward, asked.repeats)
+            forward_ms = slowest_ms(forward, asked.repeats)
         rows.append(
             {
                 "row": name,
                 "way": way,
                 "error": max(every),
                 "forward_ms": forward_ms,
-                "both_ms": timed(both, asked.repeats),
+                "both_ms": slowest_ms(both, asked.repeats),
             }
         )
         one, used = rows[0], 1 if way.startswith("one") else RANKS

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Report, Settings, cu_seqlens, settings, times_ms
+from common import Report, Settings, cu_seqlens, settings, slowest_ms
 from torch import Tensor
 
 from longspan.launch import launch, world
@@ -31,7 +31,6 @@ from longspan.mixers.transport import Collective
 from longspan.mixers.ulysses_overlap import OverlappedUlysses
 
 HEADS, KV_HEADS, HEAD_DIM, RANKS = 16, 8, 128, 2
-CALLS = 3
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -42,24 +41,6 @@ class Entry:
     name: str
     kind: str  # index layout
     attend: Run
-
-
-def timed(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Milliseconds of a call, of the slower rank; ranks start together."""
-
-    def several() -> None:
-        for _ in range(CALLS):
-            call()
-
-    call()
-    found = []
-    for repeat in range(repeats + 1):
-        dist.barrier()
-        ms = times_ms(several, repeats=1, warmup=0)[0] / CALLS
-        found += [ms] if repeat else []  # the first one warms up
-    slowest: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(slowest, found)
-    return [max(values) for values in zip(*slowest, strict=True)]
 
 
 def entries(group: CPGroup, lengths: tuple[int, ...], kernel: Kernel, where: torch.device) -> list[Entry]:
@@ -157,7 +138,7 @@ def bench_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict
         whole = found if one else whole
         row: dict[str, Any] = {"row": name, "mixer": entry.name, "layout": entry.kind, "kernel": kernel.name}
         row |= {f"error_{key}": value for key, value in errors(found, whole, index.to(where)).items()}
-        row |= {"forward_ms": timed(forward, asked.repeats), "both_ms": timed(both, asked.repeats)}
+        row |= {"forward_ms": slowest_ms(forward, asked.repeats), "both_ms": slowest_ms(both, asked.repeats)}
         rows.append(row)
         if rank == 0:
             print(name, entry.name, statistics.median(row["forward_ms"]), statistics.median(row["both_ms"]), flush=True)
@@ -189,7 +170,7 @@ def torch_context_parallel(asked: Settings, tokens: int) -> dict[str, Any]:
         def both() -> None:
             torch.autograd.grad(F.scaled_dot_product_attention(*local, is_causal=True), local, dout)
 
-        return {"forward_ms": timed(forward, asked.repeats), "both_ms": timed(both, asked.repeats)}
+        return {"forward_ms": slowest_ms(forward, asked.repeats), "both_ms": slowest_ms(both, asked.repeats)}
 
 
 def peer_row(asked: Settings) -> list[dict[str, Any]]:

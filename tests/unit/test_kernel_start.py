@@ -1,6 +1,7 @@
 """Engine.build checks the kernel that it chose, on the run's own head dims, and refuses a wrong one by name."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from longspan import Engine, EngineConfig
 from longspan.engine.kernels import attention_shapes
 from longspan.errors import UserError
-from longspan.mixers.kernels import Block, choose
+from longspan.mixers.kernels import choose
 from longspan.mixers.kernels.sdpa import Sdpa
 from longspan.models.loading import load_model
 
@@ -17,31 +18,14 @@ TOWER_HEADS = 3  # of tiny:qwen3_vl; its decoder has 4
 
 
 @dataclass(frozen=True)
-class Wrong:
+class Wrong(Sdpa):
     """Sdpa with a planted fault: dq 5 % too large, for layers of `heads` heads only."""
 
-    heads: int
+    heads: int = 0
     name: str = "planted"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return Sdpa().forward(q, k, v, block, scale=scale, window=window)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = Sdpa().backward(dout, q, k, v, out, lse, block, scale=scale, window=window)
+    def backward(self, dout: Tensor, q: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = super().backward(dout, q, *rest, **options)
         return (dq * 1.05 if q.shape[1] == self.heads else dq), dk, dv
 
 
@@ -60,7 +44,7 @@ def test_a_right_kernel_is_used_and_named(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(("heads", "where"), [(4, "decoder"), (TOWER_HEADS, "vision tower")])
 def test_a_wrong_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, heads: int, where: str) -> None:
     with pytest.raises(UserError, match=rf"{where}: kernel='planted' is wrong here: .*dq differs"):
-        build(monkeypatch, Wrong(heads), "planted")
+        build(monkeypatch, Wrong(heads=heads), "planted")
 
 
 def test_the_check_has_the_shapes_of_the_model() -> None:
