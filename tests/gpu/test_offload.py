@@ -62,7 +62,9 @@ def test_offload_and_tiles_change_no_number(
 
 
 def test_a_fetch_that_does_not_wait_is_seen(plain: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(self: HostLink, pairs: object) -> torch.cuda.Event:  # the copies stand behind 50 ms of other work in the stream
+    def late(
+        self: HostLink, pairs: object
+    ) -> torch.cuda.Event:  # the copies stand behind 50 ms of other work in the stream
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(10**8)
