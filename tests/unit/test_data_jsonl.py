@@ -70,6 +70,22 @@ def test_errors_name_file_and_line(tmp_path, line, words):
     assert f"{path} line 3: " in str(caught.value) and words in str(caught.value), str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "byte"),
+    [
+        ('{"group": "gr\u00fcn"}'.encode("latin1"), "byte 14 of the line is 0xfc"),
+        (json.dumps(GOOD).encode("utf-16"), "byte 1 of the line is 0xff"),
+        (b'{"group": "\xc3', "byte 12 of the line is 0xc3"),  # a character cut off at the end
+    ],
+)
+def test_a_file_that_is_not_utf8_is_refused_by_line_and_byte(tmp_path, line, byte):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(json.dumps(GOOD | {"group": "gr\u00fcn"}, ensure_ascii=False).encode() + b"\n\n" + line + b"\n")
+    with pytest.raises(UserError) as caught:
+        read_jsonl(path)
+    assert f"{path} line 3: {byte}" in str(caught.value) and "iconv" in str(caught.value), str(caught.value)
+
+
 def test_missing_and_empty_files(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         read_jsonl(tmp_path / "no.jsonl")

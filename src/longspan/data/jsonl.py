@@ -40,11 +40,16 @@ def iterate_jsonl(path: str | Path) -> Iterator[Sample]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path} does not exist or is no file (working directory {Path.cwd()}). Check the path.")
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    yield sample_from_json(json.loads(line), path.parent)
+                    yield sample_from_json(json.loads(line.decode("utf-8")), path.parent)
+                except UnicodeDecodeError as error:
+                    raise UserError(
+                        f"{path} line {number}: byte {error.start + 1} of the line is 0x{line[error.start]:02x}, which is not "
+                        "UTF-8. Samples are JSON lines in UTF-8: convert the file, for example with iconv -f latin1 -t utf-8."
+                    ) from None
                 except json.JSONDecodeError as error:
                     raise UserError(
                         f"{path} line {number}: not JSON: {error}. Each line is one whole object."
