@@ -11,7 +11,7 @@ Rows with images decode them on the host inside the step; `tower_ms` is the visi
 MFU: 6 * (parameters without the embedding) * T (4 * for frozen weights under LoRA) + 3 * causal attention forward FLOPs
 (2 * sum(L^2) * H * D a layer), over 989 TFLOP/s a GPU; recomputation, DeltaNet's scans and the vision tower are not
 counted. Peak: allocator's, with gradients; fp32 masters, no Adam moments. No kernel's time depends on random weights.
-`device_ms`: one more step under torch's profiler, see timeline.py. "cp/.../nccl": keys and heads travel by collectives.
+`device_ms`: one more step under torch's profiler, see timeline.py. "nccl": keys and heads travel by collectives.
 Cases that share an engine run in one process, after each other; a case that runs out of memory is skipped.
 """
 
@@ -74,7 +74,7 @@ class Case:
     def label(self) -> str:
         """What --only selects by."""
         model = "" if self.model == "qwen3-1.7b" else f"{self.model}/"
-        return f"{self.part}/{model}{self.name}/{'compiled' if self.compile else 'eager'}/{self.recompute}{'/nccl' if self.collective else ''}"
+        return f"{self.part}/{model}{self.name}/{'compiled' if self.compile else 'eager'}/{self.recompute}"
 
     @property
     def engine(self) -> tuple[Any, ...]:
@@ -99,11 +99,12 @@ def cases(asked: Settings, gpus: int) -> list[Case]:
     if gpus > 1:
         short = (8, 12, 16, 12) if asked.smoke else SHORT
         found += [
-            Case("cp", name, lengths, Layout(cp=2), recompute=recompute, collective=collective)
-            for recompute, collective in (("selective", False), ("none", False), ("selective", True))
+            Case("cp", name, lengths, Layout(cp=2), recompute=recompute)
+            for recompute in ("selective", "none")
             for name, lengths in rows.items()
         ]
         found += [Case("short", "rows of 1-2k", short, layout) for layout in (Layout(dp=2), Layout(cp=2))]
+        found += [Case("nccl", name, lengths, Layout(cp=2), collective=True) for name, lengths in rows.items()]
     return [case for case in found if asked.wants(case.label)]
 
 
@@ -201,7 +202,7 @@ def _measure(engine: Engine, case: Case, repeats: int, smoke: bool) -> dict[str,
     }
     if engine.adapter.reader is not None:
         row |= _tower(engine, samples, repeats)
-    if case.part in ("one", "cp", "short") and on_gpu:
+    if case.part in ("one", "cp", "short", "nccl") and on_gpu:
         row["device_ms"] = device_time(lambda: engine.forward_backward(samples, objective))
     return row
 
