@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.errors import LongspanError, RankError, RankLost, UserError
+from longspan.typed import typed
 
 __all__ = ["World", "is_rank", "launch", "world"]
 
@@ -72,6 +73,7 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+@typed
 def launch(
     fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 600.0, device: str = "auto"
 ) -> list[Any]:

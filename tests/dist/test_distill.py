@@ -346,7 +346,7 @@ def refusals(folder: str) -> dict[str, str]:
 def test_bad_teachers_are_refused_by_name(tmp_path: Path) -> None:
     build_random(tiny("qwen3", vocab_size=101), torch.float32, seed=0).save_pretrained(tmp_path)
     expected = {
-        "none": "needs teacher=", "name": "no engine", "unread": "reads no teacher", "self": "second engine", "vocabulary": "101 ids",
+        "none": "needs teacher=", "name": "teacher='tiny:qwen3' must be an Engine", "unread": "reads no teacher", "self": "second engine", "vocabulary": "101 ids",
         "index": "index='zigzag'", "axis": "dp=2", "budget": "max_tokens_per_rank=40", "dynamic": "dynamic_cp",
         "backend": "megatron", "dtype": "float32", "no k": "topk=None", "no output": "topk=5", "large k": "97",
     }  # fmt: skip

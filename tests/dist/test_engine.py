@@ -254,6 +254,27 @@ def test_ranks_with_different_batches_are_named():
         assert "rank 1" in message and "same samples" in message
 
 
+GOOD = make_samples((5, 9))
+WRONG_TYPES = (  # call, arguments, what the message says
+    ("build", {"config": "tiny:qwen3"}, "config='tiny:qwen3' must be an EngineConfig. Write config=EngineConfig(...)."),
+    ("forward_backward", {"samples": GOOD, "objective": "ppo"}, "objective='ppo' must be an Objective or a function"),
+    ("forward_backward", {"samples": None, "objective": len}, "samples=None must be a sequence. Write samples=[...]."),
+    ("forward_backward", {"samples": [*GOOD, 3], "objective": len}, "samples[2]=3 must be a Sample"),
+    ("forward_backward", {"samples": GOOD, "objective": len, "normalise": None}, "normalise=None must be a string"),
+    ("forward_backward", {"samples": GOOD, "objective": len, "denominator": "8"}, "denominator='8' must be a number, a mapping"),
+    ("forward_backward", {"samples": GOOD}, "missing a required argument: 'objective'"),
+    ("forward", {"samples": GOOD[0]}, "samples=Sample(L=5, t...old_logprob']) must be a sequence"),
+    ("forward", {"samples": GOOD, "outputs": "logprob"}, "outputs='logprob' must be a sequence"),
+    ("forward", {"samples": GOOD, "topk": "5"}, "topk='5' must be a whole number or None"),
+    ("check", {"samples": (sample for sample in ())}, "must be a sequence"),
+    ("optim_step", {"settings": 0.1}, "settings=0.1 must be an AdamW or an SGD. Write settings=AdamW(...)."),
+    ("optim_step", {"settings": AdamW(lr=1.0), "adapter": 3}, "adapter=3 must be a string or None"),
+    ("save", {"path": None}, "path=None must be a string or a path"),
+    ("load", {"path": "/tmp", "optimizer": "no"}, "optimizer='no' must be True or False"),
+    ("export", {"path": "/tmp", "merge": 1}, "merge=1 must be a string or None"),
+)  # fmt: skip
+
+
 def refusals():
     engine = build("cp2-ulysses")
     good = make_samples((5, 9))
@@ -279,6 +300,8 @@ def refusals():
     engine.forward_backward(good, objective)
     attempt("save", lambda: engine.save("/tmp/longspan-never-written"))
     attempt("load", lambda: engine.load("/tmp/longspan-no-such-folder"))
+    for call, arguments, says in WRONG_TYPES:
+        attempt(says, lambda call=call, arguments=arguments: getattr(engine, call)(**arguments))
     return found
 
 
@@ -291,6 +314,8 @@ def test_bad_input_is_refused_on_all_ranks_by_name():
     for found in (first, second):
         for name, part in expected.items():
             assert part in found[name], (name, found[name])
+        for call, _, says in WRONG_TYPES:
+            assert found[says].startswith(f"Engine.{call}: ") and says in found[says], found[says]
     assert not Path("/tmp/longspan-never-written").exists()
 
 

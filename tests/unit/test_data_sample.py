@@ -69,9 +69,9 @@ def test_sample_survives_pickle_and_replace():
         ({"fields": {"temperature": [1.0, 0.0, 1.0, 1.0]}}, ["temperature", "position 1", "above 0"]),
         ({"input_ids": [1.0, 2.0, 3.0, 4.0]}, ["input_ids holds floats"]),
         ({"input_ids": [[1, 2, 3, 4]]}, ["input_ids has shape [1, 4]", "not [L]"]),
-        ({"fields": {"advantage": 1.0}}, ["advantage is a single number"]),
+        ({"fields": {"advantage": 1.0}}, ["fields['advantage']=1.0 must be a tensor, an array or a sequence", "[...]"]),
         ({"fields": {"x": [[1], [2, 3], [4], [5]]}}, ["rectangular"]),
-        ({"media": ["a.png"]}, ["media holds a str", "longspan.Image"]),
+        ({"media": ["a.png"]}, ["media[0]='a.png' must be an Image or a Video", "Image(...)"]),
         ({"images": ["a.png"], "media": [Image("b.png")]}, ["both media= and images="]),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "longspan"
 FILES = sorted(SOURCE.rglob("*.py"))
 ORDER = ["data", "layout", "mixers", "models", "objective", "engine", "parity|rl", "server", "cli"]
-LEAVES = {"errors", "observe", "config"}
+LEAVES = {"errors", "observe", "config", "typed"}
 # The public front: `longspan/__init__.py` names things of every folder; launch.py stands beside the layers.
 FRONT = {"__init__", "launch"}
 OPTIONAL = ("flash_attn", "fla", "megatron", "tensorboard", "wandb")

@@ -31,7 +31,7 @@ GOOD = {"steps": 4, "prompts": 8, "group_size": 4, "max_new_tokens": 2, "loss": 
         ({"group_size": 1}, "group_size=1 leaves a rollout without a baseline"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"advantage": "best"}, "advantage='best' is not one of"),
-        ({"old_logprob": "both"}, "old_logprob='both' is not one of"),
+        ({"old_logprob": "both"}, "old_logprob='both' must be one of"),
         ({"schedule": Schedule(warmup_steps=5)}, "schedule.warmup_steps=5 is more than the 4 optimizer steps"),
     ],
 )

@@ -110,8 +110,7 @@ def _media(item: object, folder: Path) -> Media:
         raise UserError(f"{kind} {path} does not exist. Media paths are relative to the JSONL file's folder.")
     if kind == "image":
         return Image(path)
-    stamps = item.get("timestamps")
-    return Video(path, None if stamps is None else tuple(stamps))
+    return Video(path, item.get("timestamps"))
 
 
 def write_jsonl(path: str | Path, samples: Iterable[Sample]) -> None:

@@ -19,6 +19,7 @@ from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from longspan.errors import UserError
+from longspan.typed import typed
 
 ImageSource = str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tensor
 VideoSource = str | os.PathLike[str] | np.ndarray | Tensor | Sequence[ImageSource]
@@ -73,6 +74,7 @@ class Image:
         return _path_key(Path(self.source))
 
 
+@typed
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
     """Frames in order: pixels [F, H, W, 3], a list of pictures, or a folder whose image files are the frames by

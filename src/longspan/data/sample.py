@@ -18,11 +18,13 @@ from torch import Tensor
 
 from longspan.data.media import Image, ImageSource, Video
 from longspan.errors import UserError
+from longspan.typed import typed
 
 Values = Tensor | np.ndarray | Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]]
 Media = Image | Video
 
 
+@typed
 @dataclass(frozen=True, slots=True, init=False, eq=False)
 class Sample:
     """One trajectory of L tokens. Lists, arrays and tensors are taken; CPU tensors are kept."""
@@ -52,11 +54,6 @@ class Sample:
             )
         if images is not None:
             media = [item if isinstance(item, Image) else Image(item) for item in images]
-        wrong = next((item for item in media if not isinstance(item, Image | Video)), None)
-        if wrong is not None:
-            raise UserError(
-                f"media holds a {type(wrong).__name__}: wrap it in longspan.Image(...) or longspan.Video(...)."
-            )
         put = object.__setattr__  # the dataclass is frozen
         put(self, "input_ids", _ids("input_ids", input_ids))
         put(self, "target_ids", _ids("target_ids", target_ids))
@@ -119,15 +116,11 @@ class Sample:
         return "sample" if self.group is None else f"sample of group {self.group!r}"
 
 
+@typed
 def check_samples(samples: Sequence[Sample], *, vocab_size: int, name: str = "samples") -> None:
     """Raises UserError for an empty batch, or for an id outside the vocabulary, naming the sample."""
     if len(samples) == 0:
         raise UserError(f"{name} is empty: 0 samples. A call needs at least one; skip the call when a batch has none.")
-    for number, sample in enumerate(samples):
-        if not isinstance(sample, Sample):
-            raise UserError(
-                f"{name}[{number}] is a {type(sample).__name__}, not a longspan.Sample. Build Sample(...) from it."
-            )
     sizes = [len(sample) for sample in samples]
     ids = torch.cat([sample.input_ids for sample in samples])
     targets = torch.cat([sample.target_ids for sample in samples])

@@ -9,15 +9,14 @@ import torch
 from longspan.engine.megatron.options import MegatronOptions
 from longspan.errors import UserError
 from longspan.layout import Layout
+from longspan.typed import typed
 
 __all__ = ["DTYPES", "EngineConfig"]
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-RECOMPUTE = ("none", "selective", "full")
-OFFLOAD = ("checkpoints", "optimizer", "parameters")
-BACKENDS = ("fsdp", "megatron")
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine. Every rank builds the same one.
@@ -55,7 +54,7 @@ class EngineConfig:
     mtp_steps: int = 0
     mtp_joint: bool = False
     recompute: Literal["none", "selective", "full"] = "selective"
-    offload: tuple[str, ...] = ()
+    offload: tuple[Literal["checkpoints", "optimizer", "parameters"], ...] = ()
     machine: str = "auto"
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
     kernel: str = "auto"
@@ -63,18 +62,7 @@ class EngineConfig:
     mlp_tile: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("backend", self.backend, BACKENDS)
-        _one_of("dtype", self.dtype, tuple(DTYPES))
-        _one_of("recompute", self.recompute, RECOMPUTE)
-        if isinstance(self.freeze, str) or isinstance(self.offload, str):
-            raise UserError(
-                f"freeze={self.freeze!r} and offload={self.offload!r} are tuples of names, for example freeze=('vision',)"
-            )
-        for name in self.offload:
-            _one_of("offload", name, OFFLOAD)
-        if self.max_tokens_per_rank != "auto" and (
-            not isinstance(self.max_tokens_per_rank, int) or self.max_tokens_per_rank < 1
-        ):
+        if self.max_tokens_per_rank != "auto" and self.max_tokens_per_rank < 1:
             raise UserError(
                 f"max_tokens_per_rank={self.max_tokens_per_rank!r} must be a positive number of tokens a rank, or 'auto'"
             )
@@ -88,8 +76,3 @@ class EngineConfig:
             raise UserError(
                 f"mlp_tile={self.mlp_tile} must be 0 or a positive number of tokens, and above 0 needs backend='fsdp' and no lora"
             )
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"{name}={value!r} is not one of {allowed}")

@@ -40,6 +40,7 @@ from longspan.models.mtp import shifted
 from longspan.models.skeleton import load_skeleton
 from longspan.objective import Objective, Stats, over_batch, over_samples, token_weights
 from longspan.objective.losses import TEACHER
+from longspan.typed import typed
 
 __all__ = ["Engine"]
 
@@ -81,6 +82,7 @@ class Engine:
         self.torn = False  # a call stopped half-way: the accumulators hold a part of its gradient
 
     @classmethod
+    @typed
     def build(cls, config: EngineConfig) -> "Engine":
         """Load the model, check that the layout fits it and the ranks, and shard it. Collective.
 
@@ -109,6 +111,7 @@ class Engine:
     def rank(self) -> int:
         return self.mesh.rank
 
+    @typed
     def forward_backward(
         self,
         samples: Sequence[Sample],
@@ -143,6 +146,7 @@ class Engine:
         self.alone = objective.moe_over == "batch"
         return program.stats.reduce(self.mesh.all) | self._measured(batch, plan, started)
 
+    @typed
     def forward(
         self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",), topk: int | None = None
     ) -> list[Outputs]:
@@ -170,6 +174,7 @@ class Engine:
         )
         return buffer.collect(self.mesh.all)
 
+    @typed
     def check(self, samples: Sequence[Sample]) -> None:
         """Refuse at start what a call would refuse later: ids outside the vocabulary, a sample that fits no row. Not collective.
 
@@ -196,6 +201,7 @@ class Engine:
         self.backend.clear_gradients()
         self.torn = False
 
+    @typed
     def optim_step(self, settings: AdamW | SGD, adapter: str | None = None) -> dict[str, float]:
         """Clip by the global norm, step once, clear. Returns grad/norm (before clipping), grad/clip, step and time.
 
@@ -208,6 +214,7 @@ class Engine:
         self.step += 1
         return report | {"step": float(self.step), "lr": settings.lr, "time/optim_step_s": perf_counter() - started}
 
+    @typed
     def save(self, path: str | Path) -> None:
         """Write weights, optimizer state, random state and the step to folder `path`; all or nothing.
 
@@ -226,6 +233,7 @@ class Engine:
 
         publish(Path(path), self.mesh, write)
 
+    @typed
     def load(self, path: str | Path, optimizer: bool = True) -> None:
         """Restore what `save` wrote, under any dp x cp, bit for bit. optimizer=False loads the weights only.
 
@@ -239,6 +247,7 @@ class Engine:
             self.step = int((path / "step").read_text())
             rng.load(path, self.mesh.rank)
 
+    @typed
     def export(self, path: str | Path, merge: str | None = None) -> None:
         """Write a Hugging Face folder (safetensors and config) that plain `transformers` loads.
 
@@ -270,8 +279,6 @@ class Engine:
             raise UserError(
                 f"mtp={objective.mtp} trains a multi-token-prediction head: set EngineConfig(mtp_steps=1) or more"
             )
-        if teacher is not None and not isinstance(teacher, Engine):
-            raise UserError(f"teacher={teacher!r} is no engine. Build one with Engine.build(config) on every rank")
         if objective.needs_teacher != (teacher is not None):
             says = "needs teacher=, a second engine" if teacher is None else "reads no teacher, but teacher= was given"
             raise UserError(

@@ -14,12 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from longspan.errors import UserError
 from longspan.layout import CPGroup
+from longspan.typed import typed
 
 __all__ = ["SGD", "AdamW", "clip_coefficient", "gradient_norm", "make_optimizer"]
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_: coefficient = clip / (norm + 1e-6), at most 1
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class AdamW:
     """One AdamW step (Loshchilov and Hutter 2019, as torch.optim.AdamW). clip_norm=None clips nothing.
@@ -44,6 +46,7 @@ class AdamW:
         return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class SGD:
     """One step of gradient descent with momentum (torch.optim.SGD): a scale error in the gradient stays visible."""
@@ -70,12 +73,8 @@ def _check(holds: bool, name: str, value: object, rule: str) -> None:
 
 def make_optimizer(settings: AdamW | SGD, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """The torch optimizer for these settings over sharded parameters (elementwise, so sharding changes no bit)."""
-    match settings:
-        case AdamW():
-            return torch.optim.AdamW(parameters, foreach=True, **settings.options())  # type: ignore[arg-type]  # options() is typed by name
-        case SGD():
-            return torch.optim.SGD(parameters, foreach=True, **settings.options())  # type: ignore[arg-type]
-    raise UserError(f"{settings!r} is no optimizer of ours. Use longspan.AdamW(lr=...) or longspan.SGD(lr=...)")
+    kind = torch.optim.AdamW if isinstance(settings, AdamW) else torch.optim.SGD
+    return kind(parameters, foreach=True, **settings.options())  # type: ignore[arg-type]  # options() is typed by name
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.errors import UserError
+from longspan.typed import typed
 
 __all__ = ["CPGroup", "Layout", "Mesh"]
 
@@ -24,6 +25,7 @@ INDICES = ("auto", "contiguous", "zigzag")
 LINEARS = ("auto", "state", "heads")
 
 
+@typed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How many ranks work along each axis, and how tokens meet across them. ranks = dp * cp * tp * pp."""
@@ -43,15 +45,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for axis, size in self.axes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if size < 1:
                 raise UserError(f"layout {axis}={size!r} must be an integer of at least 1")
-        for name, value, allowed in (
-            ("mixer", self.mixer, MIXERS),
-            ("index", self.index, INDICES),
-            ("linear", self.linear, LINEARS),
-        ):
-            if value not in allowed:
-                raise UserError(f"layout {name}={value!r} is unknown. Use one of {', '.join(map(repr, allowed))}.")
         self._check_expert_axes()
         self._check_pipeline()
         self._check_ulysses()

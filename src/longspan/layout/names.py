@@ -8,6 +8,7 @@ from typing import Any
 
 from longspan.errors import UserError
 from longspan.layout.mesh import INDICES, LINEARS, MIXERS, Layout
+from longspan.typed import typed
 
 __all__ = ["parse_layout"]
 
@@ -20,6 +21,7 @@ WORDS = {
 }
 
 
+@typed
 def parse_layout(name: str) -> Layout:
     """The layout of a short name."""
     settings: dict[str, Any] = {}  # Any: the fields of Layout are of several types, it checks them itself

@@ -26,6 +26,7 @@ from longspan.errors import UserError
 from longspan.models.images import MediaReader
 from longspan.models.loading import media_of, read_config, read_tokenizer
 from longspan.models.placeholders import MediaIds, match_spans, prompt_runs
+from longspan.typed import typed
 
 __all__ = ["expand"]
 
@@ -67,6 +68,7 @@ class NamedModel:
     tokenizer: PreTrainedTokenizerBase | None
 
 
+@typed
 def expand(sample: Sample, model: HasAdapter | Expander | str | os.PathLike[str]) -> Sample:
     """The sample with one placeholder id a visual token. `model`: an engine, an adapter, or a model's name or path."""
     rules = _rules(model)

@@ -32,6 +32,7 @@ from longspan.objective.losses import (
     value_loss,
 )
 from longspan.objective.tokens import Fields, TokenOut
+from longspan.typed import typed
 
 __all__ = ["MODEL_TERMS", "Objective", "Term", "TokenLoss"]
 
@@ -66,6 +67,7 @@ class Term:
         return self.reads_head and self.token_wise and all(use in HEAD_OUTPUTS for use in self.uses)
 
 
+@typed
 @dataclass(frozen=True, slots=True, init=False)
 class Objective:
     """Which losses, how strong. See losses.LOSSES for the names and losses.PPO etc. for each one's options."""

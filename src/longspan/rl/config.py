@@ -11,10 +11,12 @@ from longspan.errors import UserError
 from longspan.objective import Objective
 from longspan.rl.advantage import ADVANTAGES
 from longspan.rl.schedule import Schedule
+from longspan.typed import typed
 
 __all__ = ["Grpo", "Loss", "RunConfig", "Supervised", "check_start"]
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """Where a run lives and how it is kept. Starting it again in the same folder resumes from the newest checkpoint.
@@ -35,6 +37,7 @@ class RunConfig:
         _at_least("run.keep_checkpoints", self.keep_checkpoints, 1)
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class Loss:
     """An objective that a command line can set. name: of longspan.objective's LOSSES. options: of that loss (clip=0.2).
@@ -56,6 +59,7 @@ class Loss:
         return Objective(self.name, kl=self.kl, kl_estimator=self.kl_estimator, entropy=self.entropy, **self.options)
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class Supervised:
     """Training on given samples, one optimizer step a batch.
@@ -77,6 +81,7 @@ class Supervised:
         _within("schedule.warmup_steps", self.schedule.warmup_steps, "steps", self.steps)
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class Grpo:
     """Reinforcement learning with a group baseline.
@@ -125,8 +130,6 @@ class Grpo:
             )
         if self.advantage not in ADVANTAGES:
             raise UserError(f"advantage={self.advantage!r} is not one of {tuple(ADVANTAGES)}")
-        if self.old_logprob not in ("sampler", "engine"):
-            raise UserError(f"old_logprob={self.old_logprob!r} is not one of ('sampler', 'engine')")
         if not self.temperature > 0:
             raise UserError(
                 f"temperature={self.temperature} must be above 0: a greedy policy has no gradient to follow"

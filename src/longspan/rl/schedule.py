@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.errors import UserError
+from longspan.typed import typed
 
 __all__ = ["Schedule"]
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """kind: shape after the warm-up. warmup_steps: optimizer steps of the ramp. floor: last factor, a share of the
@@ -24,8 +26,6 @@ class Schedule:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("constant", "linear", "cosine"):
-            raise UserError(f"schedule kind={self.kind!r} is not one of ('constant', 'linear', 'cosine')")
         if self.warmup_steps < 0 or not 0 <= self.floor <= 1:
             raise UserError(
                 f"schedule warmup_steps={self.warmup_steps} must be at least 0 and floor={self.floor} within 0..1"

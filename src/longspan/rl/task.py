@@ -12,10 +12,12 @@ import numpy as np
 
 from longspan.data import Image, Video
 from longspan.errors import UserError
+from longspan.typed import typed
 
 __all__ = ["EpochOrder", "Prompt", "Rollout", "Task"]
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A question: token ids with expanded placeholders, its media, and the right answer's ids where there is one."""
@@ -26,6 +28,7 @@ class Prompt:
     answer: tuple[int, ...] = ()  # with its end token
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One sampled response. `finished` says whether an end token was sampled; a cut response has none added."""

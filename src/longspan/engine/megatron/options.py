@@ -7,10 +7,12 @@ import importlib
 from dataclasses import dataclass
 
 from longspan.errors import UserError
+from longspan.typed import typed
 
 __all__ = ["MegatronOptions", "refuse_options"]
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class MegatronOptions:
     """transformer_engine: TransformerEngine's linears and norms in place of the local ones. overlap_experts: one
