@@ -58,7 +58,10 @@ class Layer(TransformerLayer):
             self.routing.ids = packed_seq_params.adapter_ids
         if isinstance(self.mlp, ExpertMLP):
             self.mlp.context = packed_seq_params.context
-        hidden, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        try:
+            hidden, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:  # a recomputation stops inside the layer, where megatron-core keeps a tensor and with it half a graph
+            self.mlp_norm_manager = None
         place = self.layer_number - 1
         if place < len(packed_seq_params.deepstack):
             hidden = hidden + packed_seq_params.deepstack[place]
