@@ -1,7 +1,7 @@
 """Differentiable collectives over tensor-parallel ranks, on dim 0, on any device.
 
 `gather_whole` and `keep_own` join work cut over ranks with work that every rank repeats: the gradient of repeated work
-is already whole on each rank, so it is cut or gathered, never summed. Sums live in mixers/collectives.py.
+is already whole on each rank, so it is cut or gathered, never summed. Sums live in linears.py and mixers/collectives.py.
 """
 
 from typing import Any
@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from longspan.layout import CPGroup
-from longspan.layout.comm import all_gather, reduce_scatter
+from longspan.layout.comm import all_gather
 from longspan.mixers.precision import accumulator
 
-__all__ = ["gather_linear", "gather_whole", "keep_own", "pad_rows", "sum_gradient"]
+__all__ = ["gather_whole", "keep_own", "pad_rows", "sum_gradient"]
 
 
 def gather_whole(x: Tensor, group: CPGroup) -> Tensor:
@@ -38,32 +37,6 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
 def sum_gradient(x: Tensor, group: CPGroup) -> Tensor:
     """x, the same on every rank, for work that ranks share out; backward sums their parts of its gradient."""
     return x if group.size == 1 else _SumGradient.apply(x, group)
-
-
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: CPGroup) -> Tensor:
-    """[n, 1, E] -> [N * n, 1, O]: a linear on the rows of all ranks with this rank's columns. Keeps x for backward."""
-    return _GatherLinear.apply(x, weight, bias, group)
-
-
-class _GatherLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: CPGroup) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        return functional.linear(all_gather(x, group), weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dout = grads[0]
-        dweight, dbias = None, None
-        if ctx.needs_input_grad[1]:
-            dweight = dout.flatten(0, 1).T @ all_gather(x, ctx.group).flatten(0, 1)
-        if ctx.needs_input_grad[2]:
-            dbias = dout.sum((0, 1))
-        # each rank has the part of its columns: summed in f32 (f64 for f64), then back to the rows' owners
-        dx = reduce_scatter((dout @ weight).to(accumulator(x.dtype)), ctx.group).to(x.dtype)
-        return dx, dweight, dbias, None
 
 
 class _GatherWhole(torch.autograd.Function):

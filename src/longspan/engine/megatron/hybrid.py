@@ -6,8 +6,9 @@ because megatron-core's own gate computes in fp32 at every dtype and its GatedDe
 Arithmetic as in models/qwen3_5_deltanet.py and transformers' modeling files.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +20,40 @@ from longspan.layout import CPGroup
 from longspan.mixers.linear import DeltaWeights, gated_delta
 from longspan.models.norms import GatedRMSNorm
 
-__all__ = ["DeltaNet", "GatedAttention"]
+__all__ = ["DeltaNet", "GatedAttention", "Linears"]
+
+
+OWN: dict[str, Any] = {"init_method": nn.init.zeros_, "bias": False, "skip_bias_add": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """How the linears of a layer are cut."""
+
+    tp: CPGroup
+    rows: bool  # sequence parallelism
+
+    def column(self, inputs: int, outputs: int, config: Any, groups: Any) -> Column:
+        cut = {"tp": self.tp, "rows": self.rows, "tp_group": groups.tp, "gather_output": False}
+        return Column(inputs, outputs, config=config, **cut, **OWN)
+
+    def row(self, inputs: int, outputs: int, config: Any, groups: Any) -> Row:
+        cut = {"tp": self.tp, "rows": self.rows, "tp_group": groups.tp, "input_is_parallel": True}
+        return Row(inputs, outputs, config=config, **cut, **OWN)
 
 
 class GatedAttention(nn.Module):
     """Softmax attention whose output each head multiplies by a sigmoid: q and its gate come from one projection."""
 
     def __init__(
-        self, *, shape: Shape, rows: CPGroup | None, config: Any, layer_number: int, pg_collection: Any, **_: object
+        self, *, shape: Shape, linears: Linears, config: Any, layer_number: int, pg_collection: Any, **_: object
     ) -> None:
         super().__init__()
         self.dim = shape.head_dim
         queries, keys = shape.num_heads * self.dim, shape.num_kv_heads * self.dim
         self.widths = [2 * queries // shape.tp, keys // shape.tp, keys // shape.tp]
-        self.linear_qkv = _column(shape.hidden_size, 2 * queries + 2 * keys, config, pg_collection, rows)
-        self.linear_proj = _row(queries, shape.hidden_size, config, pg_collection, rows)
+        self.linear_qkv = linears.column(shape.hidden_size, 2 * queries + 2 * keys, config, pg_collection)
+        self.linear_proj = linears.row(queries, shape.hidden_size, config, pg_collection)
         self.q_layernorm = ZeroNorm(config=config, hidden_size=self.dim, eps=shape.norm_eps)
         self.k_layernorm = ZeroNorm(config=config, hidden_size=self.dim, eps=shape.norm_eps)
         self.core_attention = CoreAttention(windows=shape.windows, layer_number=layer_number, config=config)
@@ -60,7 +80,7 @@ class DeltaNet(nn.Module):
     """Gated DeltaNet on this rank's heads; tokens meet across ranks in mixers/linear.py."""
 
     def __init__(
-        self, *, shape: Shape, rows: CPGroup | None, config: Any, layer_number: int, pg_collection: Any, **_: object
+        self, *, shape: Shape, linears: Linears, config: Any, layer_number: int, pg_collection: Any, **_: object
     ) -> None:
         super().__init__()
         whole = shape.delta
@@ -69,8 +89,8 @@ class DeltaNet(nn.Module):
         self.layer, self.interleaved = layer_number - 1, shape.interleaved_delta
         values = whole.value_heads * whole.value_dim
         inputs = sum(whole.channels) + values + 2 * whole.value_heads
-        self.linear_in = _column(shape.hidden_size, inputs, config, pg_collection, rows)
-        self.linear_proj = _row(values, shape.hidden_size, config, pg_collection, rows)
+        self.linear_in = linears.column(shape.hidden_size, inputs, config, pg_collection)
+        self.linear_proj = linears.row(values, shape.hidden_size, config, pg_collection)
         make = {"dtype": config.params_dtype}
         self.conv = nn.Parameter(torch.empty(sum(self.own.channels), 1, shape.conv_size, **make))
         self.A_log = nn.Parameter(torch.empty(self.own.value_heads, **make))
@@ -115,16 +135,3 @@ class DeltaNet(nn.Module):
         b, a = ba.split([copies, copies], 2)
         mixed = torch.cat([x.reshape(tokens, -1) for x in (q, k, v)], 1)
         return [mixed, z.reshape(tokens, -1), b.reshape(tokens, -1), a.reshape(tokens, -1)]
-
-
-def _linear(kind: Literal["column", "row"]) -> dict[str, Any]:
-    own = {"gather_output": False} if kind == "column" else {"input_is_parallel": True}
-    return {"init_method": nn.init.zeros_, "bias": False, "skip_bias_add": False, **own}
-
-
-def _column(inputs: int, outputs: int, config: Any, groups: Any, rows: CPGroup | None) -> Column:
-    return Column(inputs, outputs, config=config, tp_group=groups.tp, rows=rows, **_linear("column"))
-
-
-def _row(inputs: int, outputs: int, config: Any, groups: Any, rows: CPGroup | None) -> Row:
-    return Row(inputs, outputs, config=config, tp_group=groups.tp, rows=rows, **_linear("row"))

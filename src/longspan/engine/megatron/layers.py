@@ -1,9 +1,8 @@
 """The modules that our megatron-core layer spec names beside megatron-core's own.
 
 Norm: Hugging Face's RMSNorm, bit for bit (megatron-core's torch norm refuses sequence parallelism).
-Column, Row: megatron-core's linears. Under sequence parallelism their collectives are the project's, because
-megatron-core's allocate on CUDA by name; megatron-core itself is told sequence_parallel=False. Only a rank's own rows
-stay for backward. Cost: a gather does not overlap with a matmul.
+Column, Row: megatron-core's linears with the project's matmuls (linears.py): megatron-core's allocate on CUDA by name under
+sequence parallelism, and round what ranks sum. megatron-core itself is told sequence_parallel=False.
 CoreAttention: rope from the angles of `StreamParams`, then the micro-step's mixer.
 """
 
@@ -12,13 +11,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from longspan.engine.megatron.collectives import gather_linear, pad_rows
+from longspan.engine.megatron.collectives import pad_rows
+from longspan.engine.megatron.linears import column, row
 from longspan.engine.megatron.lora import Adapters, fuse
 from longspan.engine.megatron.upstream import ColumnParallelLinear, PackedSeqParams, RowParallelLinear
 from longspan.layout import CPGroup
-from longspan.mixers.collectives import reduce_scatter
 from longspan.mixers.precision import accumulator
 from longspan.models.adapter import Context
 
@@ -60,43 +58,33 @@ class ZeroNorm(Norm):
 
 
 class Column(ColumnParallelLinear):
-    """[T, 1, E] -> [T, 1, O / tp]. rows: under sequence parallelism the group that shares the tokens."""
+    """[T, 1, E] -> [T, 1, O / tp]. rows: under sequence parallelism [T / tp, 1, E] comes in."""
 
-    def __init__(self, *args: Any, rows: CPGroup | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, tp: CPGroup, rows: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rows = rows
+        self.tp, self.rows = tp, rows
         self.adapters: Adapters | None = None
         self.form: Literal["one", "qkv", "stack"] = "one"
         self.groups = 1  # key-value heads of this rank, for form "qkv"
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        if self.rows is None:
-            out, bias = super().forward(input_, weight, runtime_gather_output)
-        else:
-            bias = self.bias if self.skip_bias_add else None
-            out = gather_linear(input_, self.weight, None if self.skip_bias_add else self.bias, self.rows)
+        out = column(input_, self.weight, None if self.skip_bias_add else self.bias, self.tp, rows=self.rows)
         if self.adapters is not None:
             out = out + fuse(self.adapters(input_), self.form, self.groups)
-        return out, bias
+        return out, self.bias if self.skip_bias_add else None
 
 
 class Row(RowParallelLinear):
     """[T, 1, I / tp] -> [T, 1, O], summed over tp; under sequence parallelism each rank keeps its rows."""
 
-    def __init__(self, *args: Any, rows: CPGroup | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, tp: CPGroup, rows: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rows = rows
+        self.tp, self.rows = tp, rows
         self.adapters: Adapters | None = None
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """This rank's part of the sum. megatron-core's own asks the global parallel_state for a group."""
-        out = functional.linear(input, weight)
-        return out if self.adapters is None else out + self.adapters(input)[0]
-
     def forward(self, input_: Tensor) -> Any:
-        if self.rows is None:
-            return super().forward(input_)
-        return reduce_scatter(self._forward_impl(input_, self.weight), self.rows), None
+        extra = None if self.adapters is None else self.adapters(input_)[0]
+        return row(input_, self.weight, extra, self.tp, rows=self.rows), None
 
 
 class CoreAttention(nn.Module):

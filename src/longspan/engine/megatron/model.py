@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from longspan.engine.backend import Head, MicroStep, Program
 from longspan.engine.megatron.collectives import gather_whole, keep_own, pad_rows
 from longspan.engine.megatron.groups import Groups
-from longspan.engine.megatron.hybrid import DeltaNet, GatedAttention
+from longspan.engine.megatron.hybrid import DeltaNet, GatedAttention, Linears
 from longspan.engine.megatron.layers import Column, CoreAttention, Norm, Row, StreamParams, ZeroNorm
 from longspan.engine.megatron.lora import Adapters
 from longspan.engine.megatron.moe import Block, ExpertMLP
@@ -249,8 +249,8 @@ def _with_own_routers(step: MicroStep) -> MicroStep:
 
 
 def _gpt(stage: Stage, chunk: int, blocks: dict[int, Block], dtype: torch.dtype) -> GPTModel:
-    shape, groups, rows = stage.shape, stage.groups, stage.rows
-    specs = [_layer_spec(shape, n, blocks if n in blocks else None, rows) for n in shape.stage(stage.number)]
+    shape, groups = stage.shape, stage.groups
+    specs = [_layer_spec(stage, n, blocks if n in blocks else None) for n in shape.stage(stage.number)]
     # "GPTModel IS DEPRECATED", once a rank: the version is pinned for that reason
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     collection = ProcessGroupCollection()
@@ -308,24 +308,26 @@ def transformer_config(shape: Shape, dtype: torch.dtype) -> TransformerConfig:
     )
 
 
-def _layer_spec(shape: Shape, number: int, blocks: dict[int, Block] | None, rows: Any) -> Any:
+def _layer_spec(stage: Stage, number: int, blocks: dict[int, Block] | None) -> Any:
     """megatron-core's local layer with our norm, linears and attention; an expert block where the layer has one."""
+    shape, linears = stage.shape, Linears(stage.groups.tp, stage.shape.sequence_parallel)
+    cut = {"tp": linears.tp, "rows": linears.rows}
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     spec.module = Layer
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = ZeroNorm if shape.zero_centred else Norm
     attention = layer.self_attention.submodules
-    attention.linear_qkv = partial(Column, rows=rows)
-    attention.linear_proj = partial(Row, rows=rows)
+    attention.linear_qkv = partial(Column, **cut)
+    attention.linear_proj = partial(Row, **cut)
     attention.core_attention = partial(CoreAttention, windows=shape.windows)
     attention.q_layernorm = attention.k_layernorm = Norm if shape.qk_norm else IdentityOp
     if shape.gated:
         own = DeltaNet if number in shape.recurrent_layers else GatedAttention
-        layer.self_attention = ModuleSpec(module=own, params={"shape": shape, "rows": rows})
+        layer.self_attention = ModuleSpec(module=own, params={"shape": shape, "linears": linears})
     if blocks is None:
         mlp = copy.copy(layer.mlp.keywords["submodules"])
-        mlp.linear_fc1, mlp.linear_fc2 = partial(Column, rows=rows), partial(Row, rows=rows)
+        mlp.linear_fc1, mlp.linear_fc2 = partial(Column, **cut), partial(Row, **cut)
         layer.mlp = partial(layer.mlp.func, submodules=mlp)
     else:
-        layer.mlp = partial(ExpertMLP, blocks=blocks, rows=rows)
+        layer.mlp = partial(ExpertMLP, blocks=blocks, rows=stage.rows)
     return spec
