@@ -36,7 +36,7 @@ from longspan.engine.config import EngineConfig
 from longspan.engine.megatron.build import build_chunks
 from longspan.engine.megatron.groups import make_groups
 from longspan.engine.megatron.model import Stage
-from longspan.engine.megatron.pipeline import run_pipeline
+from longspan.engine.megatron.pipeline import connect, run_pipeline
 from longspan.engine.megatron.weights import Entry, Part, gather, join, local, split, take
 from longspan.engine.megatron.zero import own_slice, sum_into_slice, whole_from_slices
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, make_optimizer
@@ -56,6 +56,7 @@ class MegatronBackend:
     def __init__(self, config: EngineConfig, adapter: Adapter, mesh: Mesh) -> None:
         self.mesh, self.adapter, self.lora = mesh, adapter, config.lora or {}
         self.groups = make_groups(mesh)
+        connect(self.groups, mesh.device)
         self.built = build_chunks(config, adapter, mesh, self.groups)
         self.shape, self.table = self.built.shape, self.built.table
         self.chunks = [stage for stage in self.built.chunks if isinstance(stage, Stage)]

@@ -20,7 +20,7 @@ from longspan.engine.megatron.schedule import schedule
 from longspan.engine.memory import explain_out_of_memory
 from longspan.layout import CPGroup
 
-__all__ = ["run_pipeline"]
+__all__ = ["connect", "run_pipeline"]
 
 
 @dataclass(slots=True)
@@ -74,6 +74,30 @@ class Links:
             backwards_in=groups.backwards_home if rank == size - 1 else groups.backwards,
             backwards_out=groups.backwards_home if rank == 0 else groups.backwards,
         )
+
+
+def connect(groups: Groups, device: torch.device) -> None:
+    """One number over every link, one link after the other. Collective over the stages; once, while building.
+
+    NCCL makes a link's communicator at its first use, which may wait for the device. In the first micro-steps the device
+    may wait in a send for a rank that waits in the making of the same link.
+    """
+    last, number = groups.pp.size - 1, torch.zeros(1, device=device)
+
+    def carry(group: CPGroup, source: int, target: int) -> None:
+        if groups.pp.rank == source:
+            work = dist.isend(number, group.ranks[target], group=group.group)
+            assert work is not None
+            work.wait()
+        elif groups.pp.rank == target:
+            _receive(number, group, source)
+
+    for stage in range(last):
+        carry(groups.forwards, stage, stage + 1)
+        carry(groups.backwards, stage + 1, stage)
+    if groups.forwards_home.size > 1:
+        carry(groups.forwards_home, last, 0)
+        carry(groups.backwards_home, 0, last)
 
 
 def run_pipeline(
