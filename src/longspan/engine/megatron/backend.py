@@ -34,6 +34,7 @@ from longspan.engine.common import (
 )
 from longspan.engine.config import EngineConfig
 from longspan.engine.megatron.build import build_chunks
+from longspan.engine.megatron.copies import check_copies, spread_first
 from longspan.engine.megatron.groups import make_groups
 from longspan.engine.megatron.model import Stage
 from longspan.engine.megatron.pipeline import connect, run_pipeline
@@ -134,14 +135,17 @@ class MegatronBackend:
         self, entries: Iterable[tuple[str, Entry]], sum_over_data: Callable[[Tensor, CPGroup], Tensor]
     ) -> dict[str, Tensor]:
         """Parameter name -> what sum_over_data makes of this rank's gradient, summed over whoever else has a part
-        of it. Accumulators stay as they are. Collective."""
-        found = {}
+        of it; what tensor-parallel ranks repeat is the first one's. Accumulators stay as they are. Collective."""
+        found, repeated = {}, []
         for name, entry in entries:
             held = self.wide.get(name, self.parameters[name].grad)
             held = torch.zeros_like(self.masters[name]) if held is None else held.detach()
             found[name] = sum_over_data(held, self._repeats(entry))
             if entry.partial:
                 _sum(found[name], self.groups.tp)
+            elif entry.axis != "tp":
+                repeated.append(found[name])
+        spread_first(repeated, self.groups.tp)
         if self.shape.tied and self.groups.pp.size > 1 and (self.groups.first or self.groups.last):
             last = f"{self.shape.vpp - 1}.gpt.output_layer.weight"
             name = "0.gpt.embedding.word_embeddings.weight" if self.groups.first else last
@@ -249,6 +253,7 @@ class MegatronBackend:
     # checkpoints
 
     def save(self, folder: Path) -> None:
+        check_copies(self._labelled(), self.mesh)
         checkpoint.write_tensors(folder, self._state(), self.mesh)
         if self.mesh.rank == 0:
             kinds = {adapter or "": type(optimizer).__name__ for adapter, optimizer in self.optimizers.items()}
@@ -267,6 +272,19 @@ class MegatronBackend:
         self._fill(state)
         self._round()
         self.clear_gradients()
+
+    def _labelled(self) -> dict[str, Tensor]:
+        """Weights and optimizer state of this rank under labels that are equal where ranks hold the same."""
+        held = {self._label("weights/{}", name): master for name, master in self.masters.items()}
+        for key, name, value in self._moments():
+            group = self._repeats(self.table[name])
+            held[f"{self._label(key, name)}, slice {group.rank} of {group.size}"] = value
+        return held
+
+    def _label(self, key: str, name: str) -> str:
+        part = self.table[name].parts[0]
+        cut = "" if part.axis is None else f", part {self._group(part).rank} of {self._group(part).size}"
+        return f"{key.format(part.name)}{cut}"
 
     def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
         """(key, parameter name, this rank's slice or a scalar) of optimizer state, in one order on all ranks."""
