@@ -56,6 +56,8 @@ FAULTS = {
     "tp": (BACKEND + "_sum", lambda real: lambda x, group: None if x.dim() == 1 else real(x, group)),
     # gradients stay on the data rank that made them
     "data": (BACKEND + "_sum", lambda real: lambda x, group: None),
+    # etp: each rank keeps its own columns' part of the gradients of the tokens and scores that experts read
+    "columns": ("longspan.engine.megatron.moe:sum_gradient", lambda real: lambda x, group: x),
     # router losses of the stages before the last are dropped
     "routers": (MODEL + "Stage.forward", lambda real: lambda *args: (real(*args)[0], None)),
 }

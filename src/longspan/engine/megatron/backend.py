@@ -38,7 +38,7 @@ from longspan.engine.megatron.copies import check_copies, spread_first
 from longspan.engine.megatron.groups import make_groups
 from longspan.engine.megatron.model import Stage
 from longspan.engine.megatron.pipeline import connect, run_pipeline
-from longspan.engine.megatron.weights import Entry, Part, gather, join, local, split, take
+from longspan.engine.megatron.weights import Entry, Part, gather, gather_within, join, local, split, take, take_within
 from longspan.engine.megatron.zero import own_slice, sum_into_slice, whole_from_slices
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, make_optimizer
 from longspan.engine.optim import local as local_of
@@ -143,7 +143,7 @@ class MegatronBackend:
             found[name] = sum_over_data(held, self._repeats(entry))
             if entry.partial:
                 _sum(found[name], self.groups.tp)
-            elif entry.axis != "tp":
+            elif not entry.over_tp:
                 repeated.append(found[name])
         spread_first(repeated, self.groups.tp)
         if self.shape.tied and self.groups.pp.size > 1 and (self.groups.first or self.groups.last):
@@ -166,6 +166,7 @@ class MegatronBackend:
             entry = self.table[name]
             for part, piece in zip(entry.parts, split(value, entry, self.shape), strict=True):
                 if not entry.copy:
+                    piece = gather_within(piece, part, self.groups.tp)
                     whole = gather(piece, part, self._rows(part), self._group(part))
                     found[part.name] = whole.detach().to("cpu", copy=True)
         for source in range(self.groups.pp.size if self.groups.pp.size > 1 else 0):
@@ -208,7 +209,7 @@ class MegatronBackend:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for name, gradient in gradients.items():
             entry = self.table[name]
-            if not entry.copy and (entry.axis == "tp" or self.groups.tp.rank == 0):
+            if not entry.copy and (entry.over_tp or self.groups.tp.rank == 0):
                 total += gradient.to(torch.float64).square().sum()
         if self.mesh.host_group is not None:
             dist.all_reduce(total, group=self.mesh.host_group)
@@ -283,8 +284,8 @@ class MegatronBackend:
 
     def _label(self, key: str, name: str) -> str:
         part = self.table[name].parts[0]
-        cut = "" if part.axis is None else f", part {self._group(part).rank} of {self._group(part).size}"
-        return f"{key.format(part.name)}{cut}"
+        cuts = [group for cut, group in ((part.axis, self._group(part)), (part.within, self.groups.tp)) if cut]
+        return ", ".join([key.format(part.name), *(f"part {group.rank} of {group.size}" for group in cuts)])
 
     def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
         """(key, parameter name, this rank's slice or a scalar) of optimizer state, in one order on all ranks."""
@@ -314,7 +315,7 @@ class MegatronBackend:
             state[key.format(part.name)] = piece.clone() if value.dim() == 0 else self._spread(piece, part)
 
     def _spread(self, piece: Tensor, part: Part) -> Tensor:
-        group = self._group(part)
+        piece, group = gather_within(piece, part, self.groups.tp), self._group(part)
         if part.axis is None or group.group is None:
             return piece.contiguous()
         whole = torch.empty(self.built.shapes[part.name], device="meta")
@@ -348,7 +349,7 @@ class MegatronBackend:
     def _own(self, loaded: Tensor, part: Part) -> Tensor:
         """This rank's part of what a checkpoint gave."""
         if not part.segments:
-            return local_of(loaded)
+            return take_within(local_of(loaded), part, self.groups.tp)
         return take(MemoryWeights({part.name: loaded}), part, self._rows(part), self._group(part))
 
     def _empty_optimizer(self, adapter: str | None, kind: str, keys: Collection[str]) -> None:

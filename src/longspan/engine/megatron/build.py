@@ -15,8 +15,9 @@ from longspan.engine.common import check_lora, make_value_head, set_mtp
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.model import Stage
+from longspan.engine.megatron.moe import cut_columns
 from longspan.engine.megatron.shape import Shape, refuse_auto_budget, shape_of
-from longspan.engine.megatron.weights import Entry, chunk_table, join, take
+from longspan.engine.megatron.weights import Entry, chunk_table, join, take, take_within
 from longspan.errors import UserError
 from longspan.layout import CPGroup, Mesh
 from longspan.models.adapter import Adapter
@@ -67,6 +68,8 @@ def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Gro
     chunks = nn.ModuleList(stages)
     if groups.ep.size > 1:
         shard_experts(chunks, groups.ep)
+    if shape.etp > 1:
+        cut_columns(chunks, groups.tp)
     table = chunk_table(shape, groups, stages, shapes)
     materialise(chunks)
     _load(chunks, table, whole, shape, groups, weights)
@@ -99,13 +102,13 @@ def _load(
         for name, parameter in chunks.named_parameters():
             entry = table[name]
             missing = hollow(whole[entry.parts[0].name])
-            if not missing and (id(parameter) in own or entry.axis == "ep"):
-                continue
+            if not missing and (id(parameter) in own or entry.axis == "ep" or entry.parts[0].within is not None):
+                continue  # experts are cut where they were
             group = groups.ep if entry.axis == "ep" else groups.tp
             pieces = []
             for part in entry.parts:
                 rows = whole[part.name].shape[part.dim] if part.axis else 0
-                pieces.append(take(weights if missing else there, part, rows, group))
+                pieces.append(take_within(take(weights if missing else there, part, rows, group), part, groups.tp))
             parameter.copy_(join(pieces, entry, shape))
 
 

@@ -14,7 +14,7 @@ from longspan.layout import CPGroup
 from longspan.layout.comm import all_gather
 from longspan.mixers.precision import accumulator
 
-__all__ = ["gather_whole", "keep_own", "pad_rows", "sum_gradient"]
+__all__ = ["gather_whole", "keep_own", "pad_rows", "sum_gradient", "sum_parts"]
 
 
 def gather_whole(x: Tensor, group: CPGroup) -> Tensor:
@@ -37,6 +37,11 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
 def sum_gradient(x: Tensor, group: CPGroup) -> Tensor:
     """x, the same on every rank, for work that ranks share out; backward sums their parts of its gradient."""
     return x if group.size == 1 else _SumGradient.apply(x, group)
+
+
+def sum_parts(x: Tensor, group: CPGroup) -> Tensor:
+    """The sum of every rank's x, for work that all repeat; backward hands its gradient to each."""
+    return x if group.size == 1 else _SumParts.apply(x, group)
 
 
 class _GatherWhole(torch.autograd.Function):
@@ -69,6 +74,21 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].to(accumulator(grads[0].dtype), copy=True).contiguous()
-        dist.all_reduce(total, group=ctx.group.group)
-        return total.to(grads[0].dtype), None
+        return _total(grads[0], ctx.group), None
+
+
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CPGroup) -> Tensor:
+        return _total(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _total(x: Tensor, group: CPGroup) -> Tensor:
+    """Summed in f32 (f64 for f64)."""
+    total = x.to(accumulator(x.dtype), copy=True, memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group.group)
+    return total.to(x.dtype)

@@ -64,6 +64,7 @@ class Shape:
     tp: int
     pp: int
     vpp: int
+    etp: int  # 1, or tp
     sequence_parallel: bool
     dtype: torch.dtype
 
@@ -131,6 +132,7 @@ def shape_of(config: EngineConfig, adapter: Adapter, layout: Layout) -> Shape:
         tp=layout.tp,
         pp=layout.pp,
         vpp=layout.vpp,
+        etp=layout.etp,
         sequence_parallel=layout.sequence_parallel,
         dtype=DTYPES[config.dtype],
     )
@@ -150,7 +152,6 @@ def _windows(text: dict[str, object], layers: int) -> tuple[int | None, ...]:
 def _refuse_settings(config: EngineConfig, layout: Layout) -> None:
     refuse_options(config.megatron)
     for wanted, what, way_out in (
-        (layout.etp > 1, f"etp={layout.etp} (columns of an expert over ranks)", "Set etp=1 and use ep"),
         (config.compile, "compile=True", "Set compile=False or use backend='fsdp'"),
         (bool(config.offload), f"offload={config.offload}", "Leave offload empty"),
     ):
@@ -196,13 +197,23 @@ def _refuse_sizes(adapter: Adapter, layout: Layout, shape: Shape, mtp_steps: int
 def _refuse_experts(adapter: Adapter, layout: Layout) -> None:
     """Experts spread over data ranks, evenly. A dense model has none: ep2 is dp2 then."""
     data = layout.dp * layout.cp
-    counts = {module.num_experts for module in expert_modules(adapter.model).values()}
+    blocks = expert_modules(adapter.model).values()
+    counts = {module.num_experts for module in blocks}
+    if layout.etp > 1 and not counts:
+        raise UserError(f"etp={layout.etp} cuts experts, and {adapter.family} has none. Set etp=1")
+    if layout.etp not in (1, layout.tp):
+        raise UserError(
+            f"etp={layout.etp} must be 1 or tp={layout.tp}: the columns of an expert lie over its tensor-parallel ranks. "
+            f"Use etp in ({', '.join(map(str, sorted({1, layout.tp})))})"
+        )
+    for module in blocks:
+        divides("etp", layout.etp, module.down_proj.shape[-1], "columns of an expert")
     fitting = [n for n in range(1, data + 1) if data % n == 0 and not any(count % n for count in counts)]
     if layout.ep not in fitting:
         what = f" and the model's {max(counts)} experts" if counts else ""
         raise UserError(
             f"ep={layout.ep} must divide dp * cp = {layout.dp} * {layout.cp} = {data}{what}: this backend spreads experts "
-            f"over data ranks, and tensor-parallel ranks repeat them. Use ep in ({', '.join(map(str, fitting))}) or "
+            f"over data ranks, and tensor-parallel ranks repeat or (etp) share each. Use ep in ({', '.join(map(str, fitting))}) or "
             "change dp or cp"
         )
 

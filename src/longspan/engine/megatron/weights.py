@@ -6,7 +6,8 @@ Every megatron-core parameter is made of this rank's parts of one or more Huggin
     stack   parts over each other: gate over up rows, say
 A part is a chunk (as torch.chunk cuts) of the tensor along one dim over one axis, "tp" or "ep", or the whole. So parts
 are DTensor shards of Hugging Face tensors: checkpoints under these names load at any tp, pp, cp, dp and ep. A tensor
-of several segments has a chunk of each; such a part is no DTensor shard, and a checkpoint gathers the tensor.
+of several segments has a chunk of each; such a part is no DTensor shard, and a checkpoint gathers the tensor. So it does
+with the columns of experts (etp), which are cut twice.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,16 +18,19 @@ import torch
 from torch import Tensor
 
 from longspan.engine.megatron.groups import Groups
+from longspan.engine.megatron.moe import COLUMNS
 from longspan.engine.megatron.shape import Shape
 from longspan.layout import CPGroup
 from longspan.layout.comm import all_gather
 from longspan.models.experts import expert_modules
-from longspan.models.skeleton import Weights
+from longspan.models.skeleton import MemoryWeights, Weights
 
 if TYPE_CHECKING:  # importing it imports megatron-core
     from longspan.engine.megatron.model import Stage
 
-__all__ = ["Entry", "Part", "chunk_table", "gather", "join", "local", "split", "take"]
+__all__ = [
+    "Entry", "Part", "chunk_table", "gather", "gather_within", "join", "local", "split", "take", "take_within",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Part:
     segments: tuple[
         int, ...
     ] = ()  # sizes along `dim`, each cut by itself (q, k and v of a recurrent layer in one tensor)
+    within: "Part | None" = None  # a second cut, over tp, of what the first leaves: an expert's columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,11 @@ class Entry:
     @property
     def axis(self) -> str | None:
         return self.parts[0].axis
+
+    @property
+    def over_tp(self) -> bool:
+        """Whether tensor-parallel ranks have different parts of it; else they repeat it."""
+        return self.axis == "tp" or self.parts[0].within is not None
 
 
 def chunk_table(shape: Shape, groups: Groups, chunks: Sequence["Stage"], names: Collection[str]) -> dict[str, Entry]:
@@ -87,12 +97,14 @@ def _stage_table(shape: Shape, groups: Groups, stage: "Stage") -> dict[str, Entr
         elif shape.pp > 1:
             table["gpt.output_layer.weight"] = Entry((Part(f"{text}embed_tokens.weight", "tp"),), copy=True)
     experts = tuple(f"{name}." for name in expert_modules(stage))
-    for name, _ in stage.named_parameters():
+    for name, parameter in stage.named_parameters():
         if ".adapters." in name:
             table[name] = _factor(name, shape, stage)
         elif name not in table:  # modules that stayed Hugging Face's: the same names under another root
-            axis = "ep" if name.startswith(experts) and groups.ep.size > 1 else None
-            table[name] = Entry((Part(_own_name(name, shape, stage), axis),))
+            theirs, inside = _own_name(name, shape, stage), name.startswith(experts)
+            axis = "ep" if inside and groups.ep.size > 1 else None
+            columns = _columns(theirs, parameter, shape.etp) if inside and shape.etp > 1 else None
+            table[name] = Entry((Part(theirs, axis, within=columns),))
     missing = {name for name, _ in stage.named_parameters()} ^ set(table)
     assert not missing, missing
     return table
@@ -172,6 +184,12 @@ def _factor(name: str, shape: Shape, stage: "Stage") -> Entry:
     return Entry((Part(theirs, "tp", 1),)) if down else Entry((Part(theirs),), partial=True)
 
 
+def _columns(name: str, parameter: Tensor, etp: int) -> Part:
+    """How the columns of experts [n, ...] lie over the tensor-parallel ranks; parameter: this rank's."""
+    dim, runs = COLUMNS[name.rpartition(".")[2]]
+    return Part(name, "tp", dim, (parameter.shape[dim] // runs * etp,) * runs)
+
+
 def _own_name(name: str, shape: Shape, stage: "Stage") -> str:
     if name.startswith("tower."):
         return "model.visual." + name.removeprefix("tower.")
@@ -231,6 +249,18 @@ def _of_segment(weights: Weights, part: Part, place: int, group: CPGroup) -> Ten
     own = part.segments[place] // group.size
     start = sum(part.segments[:place]) + own * group.rank
     return weights.read(part.name, part.dim, start, start + own)
+
+
+def take_within(value: Tensor, part: Part, tp: CPGroup) -> Tensor:
+    """This rank's share of a chunk that is cut a second time."""
+    inner = part.within
+    return value if inner is None else take(MemoryWeights({inner.name: value}), inner, value.shape[inner.dim], tp)
+
+
+def gather_within(part_value: Tensor, part: Part, tp: CPGroup) -> Tensor:
+    """The inverse of `take_within`. Collective."""
+    inner = part.within
+    return part_value if inner is None else gather(part_value, inner, sum(inner.segments), tp)
 
 
 def local(part_value: Tensor, part: Part, rows: int, group: CPGroup) -> Tensor:
