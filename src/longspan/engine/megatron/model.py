@@ -176,7 +176,9 @@ class Stage(nn.Module):
         hidden_TE = (hidden if self.rows is None else gather_whole(hidden, self.rows))[: step.context.info.num_local, 0]
         weight = gather_whole(self.head_weight, self.groups.tp)[: self.shape.vocab_size]
         value = None if self.value_head is None else self.value_head(hidden_TE)[:, 0]
-        return program.compute(hidden_TE, self._head(weight, step), value, step)
+        out = program.compute(hidden_TE, self._head(weight, step), value, step)
+        self.tables.embed_tokens = SimpleNamespace(weight=None)  # of this micro-step alone
+        return out
 
     def _head(self, weight: Tensor, step: MicroStep) -> Head:
         if self.mtp is None or not self.mtp.steps:
