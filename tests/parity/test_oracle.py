@@ -1,14 +1,17 @@
 """The oracle itself, against the plainest references there are: HF's own layers, torch's optimizer, sums by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from longspan.data import Image, Sample
 from longspan.parity import formulas
-from longspan.parity.cases import Case, default_cases
+from longspan.parity.cases import TEACHER, Case, default_cases
 from longspan.parity.oracle_attention import plain_attention, use_plain_layers
 from longspan.parity.oracle_media import hidden_with_media
+from longspan.parity.oracle_routers import RouterLog
 from longspan.parity.reference import Reference, load_plain
 from longspan.parity.samples import default_samples, fill_fields
 
@@ -129,9 +132,48 @@ def test_old_logprobs_stand_off_the_clip_edges() -> None:
         assert 0 < (everything > edge).sum() < len(everything)
 
 
+def test_routers_over_the_batch_are_the_formula_on_all_its_tokens() -> None:
+    """The oracle adds parts up sample by sample; here every token that counts stands in one table of logits."""
+    reference = Reference("tiny:qwen3_moe", dtype=torch.float64)
+    samples = default_samples(reference, (9, 4, 12, 7, 6, 5))  # the last trains nothing: its tokens count nowhere
+    samples = [Sample(s.input_ids, s.target_ids, s.mask, {"advantage": torch.zeros(len(s))}) for s in samples]
+    settings = {"moe_aux": 0.7, "moe_z": 0.3, "moe_over": "batch"}
+    got = reference.run(samples, Case("batch", "reinforce", settings, "sum"))
+    whole = RouterLog(reference.model)
+    seen = []
+    for sample in samples[:5]:
+        with RouterLog(reference.model) as log:
+            reference.outputs(sample)
+        seen.append(log.seen)
+    whole.seen = [tuple(torch.cat(part) for part in zip(*layer, strict=True)) for layer in zip(*seen, strict=True)]
+    weight = sum(float(sample.mask.sum()) for sample in samples)
+    want = {name: weight * term for name, term in whole.losses().items()}
+    reference.clear()
+    (0.7 * want["moe_aux"] + 0.3 * want["moe_z"]).backward()
+    for name, term in want.items():
+        assert got.metrics[f"loss/{name}"] == pytest.approx(term.item(), rel=1e-12)
+    for name, gradient in reference.gradients().items():
+        torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    alone = reference.run(samples, Case("sample", "reinforce", {"moe_aux": 0.7}, "sum"))
+    assert abs(alone.metrics["loss/moe_aux"] - got.metrics["loss/moe_aux"]) > 1e-3, (
+        "control: per sample is another number"
+    )
+
+
+def test_a_teacher_equal_to_the_student_has_no_kl() -> None:
+    """Both directions are 0 with the same weights, above 0 with others, and unlike each other."""
+    reference, other = (Reference("tiny:qwen3", dtype=torch.float64, seed=seed) for seed in (0, 1))
+    samples = default_samples(reference, (9, 4))
+    for case in TEACHER:
+        same, found = (reference.run(samples, case, teacher) for teacher in (reference, other))
+        assert abs(same.metrics["loss/distill_full"]) < 1e-14 < 1e-3 < found.metrics["loss/distill_full"]
+    totals = [reference.run(samples, replace(case, normalise="token"), other).metrics["loss/total"] for case in TEACHER]
+    assert abs(totals[0] - totals[1]) > 1e-4
+
+
 def test_every_loss_alone_has_a_case() -> None:
     """Each main loss, each extra term, each rule: a term that is wrong alone cannot hide in a sum."""
-    cases = default_cases(value_head=True, moe=True)
+    cases = default_cases(value_head=True, moe=True, teacher=True)
     assert {case.loss for case in cases} == set(formulas.LOSSES)
     assert {case.normalise for case in cases} == {"token", "sample", "sample_sum", "constant", "sum"}
     settings = {name for case in cases for name in case.settings}

@@ -32,6 +32,16 @@ class Case:
     def uses_value(self) -> bool:
         return self.loss == "value" or "value" in self.settings
 
+    @property
+    def uses_teacher(self) -> bool:
+        """A second model stands beside the first."""
+        return self.loss == "distill_full"
+
+    @property
+    def over_batch(self) -> bool:
+        """The routers' terms are formed over all samples at once."""
+        return self.settings.get("moe_over") == "batch"
+
     def objective(self) -> Objective:
         return Objective(self.loss, **self.settings)
 
@@ -48,7 +58,7 @@ class Case:
         return [("mtp", float(self.settings["mtp"]))] if "mtp" in self.settings else []
 
     def router_terms(self) -> list[tuple[str, float]]:
-        """(name, coefficient) of the terms that routers make, one number a sample."""
+        """(name, coefficient) of the terms that routers make, one number a sample or, over_batch, one in all."""
         return [(name, float(self.settings[name])) for name in ROUTER_TERMS if name in self.settings]
 
 
@@ -62,6 +72,10 @@ LOSSES = (
     Case("gspo", "gspo", {"clip": 0.2}),
     Case("reinforce", "reinforce"),
     Case("distill_topk", "distill_topk"),
+)
+TEACHER = (
+    Case("distill_full", "distill_full"),
+    Case("distill_reverse", "distill_full", {"direction": "reverse"}, "sample"),
 )
 VALUE = (Case("value", "value"), Case("value_clip", "value", {"value_clip": 0.2}))
 TERMS = (
@@ -80,11 +94,22 @@ ALL = {"kl": 0.1, "entropy": 0.01}
 STEP_CASE = Case("steps", "ppo", {**PPO, **ALL}, "sample")
 
 
-def default_cases(*, value_head: bool, moe: bool = False, mtp: bool = False) -> tuple[Case, ...]:
+def default_cases(*, value_head: bool, moe: bool = False, mtp: bool = False, teacher: bool = False) -> tuple[Case, ...]:
     """Every loss alone, every extra term, every rule, and all terms together."""
-    routers = (Case("moe_aux", "reinforce", {"moe_aux": 1.0}), Case("moe_z", "reinforce", {"moe_z": 1.0}, "sample"))
+    routers = (
+        Case("moe_aux", "reinforce", {"moe_aux": 1.0}),
+        Case("moe_z", "reinforce", {"moe_z": 1.0}, "sample"),
+        Case("moe_batch", "reinforce", {"moe_aux": 1.0, "moe_z": 0.1, "moe_over": "batch"}, "sample"),
+    )
     together = {**PPO, **ALL, **({"value": 0.5, "value_clip": 0.2} if value_head else {})}
     values = VALUE if value_head else ()
     drafts = (Case("mtp", "cross_entropy", {"mtp": 0.7}), Case("mtp_sample", "ppo", {**PPO, "mtp": 0.3}, "sample"))
     extra = (*TERMS, *(routers if moe else ()), *(drafts if mtp else ()))
-    return (*LOSSES, *values, *extra, *RULES, Case("together", "ppo", together, "sample"))
+    return (
+        *LOSSES,
+        *(TEACHER if teacher else ()),
+        *values,
+        *extra,
+        *RULES,
+        Case("together", "ppo", together, "sample"),
+    )

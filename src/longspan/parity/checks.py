@@ -60,6 +60,10 @@ class Plan:
     probes: Sequence[Probe] = ()
     exact_leak: bool = True  # False: experts group tokens, see MOE_LEAK
     calls: Sequence[str] = CALL_ORDERS  # what check "calls" compares with one call of everything
+    teacher: EngineConfig | None = (
+        None  # the second engine of cases that use one; its layout and budget are the first's
+    )
+    routed: Sequence[Sample] = ()  # the samples with the oracle's routes, for cases that count them
 
 
 @dataclass(slots=True)
@@ -157,10 +161,16 @@ def _token_distance(name: str, got: Sequence[Tensor], plan: Plan, truth: Truth) 
 
 def _gradient(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None:
     """Every case: gradients of all parameters and all metrics."""
+    teacher = _teacher(engine, plan)
     for case in plan.cases:
         engine.clear_gradients()
+        objective = case.objective()
         metrics = engine.forward_backward(
-            plan.samples, case.objective(), normalise=case.normalise, denominator=case.denominator
+            plan.routed if objective.shares_routes else plan.samples,
+            objective,
+            normalise=case.normalise,
+            denominator=case.denominator,
+            teacher=teacher if case.uses_teacher else None,
         )
         gradients = engine.gradients()
         findings.saw(metrics, gradients)
@@ -171,6 +181,14 @@ def _gradient(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> N
         if findings.compares:
             _note_parts(findings, engine, gradients, truth.gradients[case.name], plan.limits.zero)
     engine.clear_gradients()
+
+
+def _teacher(engine: Engine, plan: Plan) -> Engine | None:
+    """The second engine under the first one's layout and budget. Collective."""
+    if plan.teacher is None or not any(case.uses_teacher for case in plan.cases):
+        return None
+    alike = {"layout": engine.config.layout, "max_tokens_per_rank": engine.config.max_tokens_per_rank}
+    return Engine.build(replace(plan.teacher, **alike))
 
 
 def _gradient_distance(case: str, gradients: Mapping[str, Tensor], plan: Plan, truth: Truth) -> tuple[float, str]:

@@ -44,6 +44,8 @@ class Options:
     """Comma-separated text lengths of the default samples, for example 13,1,40."""
     seed: int = 0
     """Seed of a tiny model's weights."""
+    teacher: str | None = None
+    """A second model of the same vocabulary, for the cases of full distillation; a tiny model has one with another seed."""
     steps: int = 3
     """Optimizer steps compared."""
     recompute: Literal["none", "selective", "full"] = "selective"
@@ -71,7 +73,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         request = request_of(options)
-        read_config(options.model)  # what is no model is refused before the oracle looks for weights
+        for name in (options.model, options.teacher or options.model):
+            read_config(name)  # what is no model is refused before the oracle looks for weights
         if options.model.startswith("tiny:"):
             torch.set_num_threads(1)  # the oracle's tensors are tiny: threads only get into each other's way
         found = compare(request)
@@ -103,6 +106,7 @@ def request_of(options: Options) -> Request:
         seed=options.seed,
         samples=None if options.samples is None else read_jsonl(options.samples),
         lengths=None if options.lengths is None else parse_lengths(options.lengths),
+        teacher=options.teacher,
         steps=options.steps,
         recompute=options.recompute,
         dynamic_cp=options.dynamic_cp,

@@ -24,7 +24,7 @@ from longspan.parity.checks import ALL_CHECKS, STEP, Findings, Plan, Truth, chec
 from longspan.parity.faults import FAULTS, planted
 from longspan.parity.probe import Probe, make_probes
 from longspan.parity.reference import Reference
-from longspan.parity.samples import default_samples, fill_fields, special_ids, text_ids
+from longspan.parity.samples import default_samples, fill_fields, special_ids, text_ids, with_routes
 
 ORACLE_DTYPE = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 UNSHARDED = "dp1"
@@ -40,6 +40,9 @@ class Request:
     backend: str = "fsdp"
     seed: int = 0
     samples: Sequence[Sample] | None = None
+    teacher: str | None = (
+        None  # a second model of the same vocabulary; None: for a tiny model the same with another seed
+    )
     lengths: Sequence[int] | None = None
     cases: Sequence[Case] | None = None
     checks: Sequence[str] = ALL_CHECKS
@@ -105,7 +108,6 @@ def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
     samples = fill_fields(samples, reference)
     value_head, moe = reference.value_head is not None, is_moe(reference)
     mtp = reference.mtp is not None and reference.mtp.steps > 0
-    cases = request.cases if request.cases is not None else default_cases(value_head=value_head, moe=moe, mtp=mtp)
     config = EngineConfig(
         model=request.model,
         backend=request.backend,
@@ -116,6 +118,9 @@ def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
         dynamic_cp=request.dynamic_cp,
         mtp_steps=reference.mtp.steps if mtp else 0,
     )
+    teacher, cases = teacher_config(request, config), request.cases
+    if cases is None:
+        cases = default_cases(value_head=value_head, moe=moe, mtp=mtp, teacher=teacher is not None)
     plan = Plan(
         config=config,
         samples=samples,
@@ -125,8 +130,31 @@ def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
         steps=request.steps,
         probes=probes_of(reference, samples) if "leak" in request.checks else (),
         exact_leak=not moe,
+        teacher=teacher,
+        routed=[with_routes(each, reference) for each in samples] if any(case.over_batch for case in cases) else (),
     )
     return plan, answers(reference, plan)
+
+
+def teacher_config(request: Request, config: EngineConfig) -> EngineConfig | None:
+    """The second engine of full distillation: the model asked for; a tiny model has as many sets of weights as seeds."""
+    if request.teacher is not None and request.backend != "fsdp":
+        raise UserError(f"teacher {request.teacher!r} needs backend 'fsdp', got {request.backend!r}. Leave it out.")
+    if request.backend != "fsdp" or (request.teacher is None and not request.model.startswith("tiny:")):
+        return None
+    model = request.model if request.teacher is None else request.teacher
+    return replace(config, model=model, seed=request.seed + 1, value_head=False, mtp_steps=0)
+
+
+def load_teacher(config: EngineConfig, student: Reference) -> Reference:
+    """The oracle's second model. Raises UserError where its vocabulary is not the first one's."""
+    teacher = Reference(config.model, dtype=student.dtype, seed=config.seed, mtp_steps=0, device=str(student.device))
+    sizes = [each.model.config.get_text_config().vocab_size for each in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"the teacher {config.model} has a vocabulary of {sizes[1]} ids, the model {sizes[0]}: they must be one."
+        )
+    return teacher
 
 
 def answers(reference: Reference, plan: Plan) -> Truth:
@@ -135,9 +163,12 @@ def answers(reference: Reference, plan: Plan) -> Truth:
     with torch.no_grad():
         outputs = [reference.outputs(sample) for sample in plan.samples]
     metrics, gradients = {}, {}
+    teacher = None
+    if plan.teacher is not None and any(case.uses_teacher for case in plan.cases):
+        teacher = load_teacher(plan.teacher, reference)
     for case in plan.cases:
         reference.clear()
-        result = reference.run(plan.samples, case)
+        result = reference.run(plan.samples, case, teacher)
         metrics[case.name], gradients[case.name] = result.metrics, result.gradients
     reference.clear()
     norms = []

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from longspan.objective import over_samples
 from longspan.parity.mutation import Fault
 
 ROUTERS = "longspan.models.moe"
@@ -29,6 +30,11 @@ def terms_detached(original):
         return replace(found, aux=found.aux.detach(), z=found.z.detach())
 
     return terms
+
+
+def part_counted(original):
+    """The batch's shares count half of its samples."""
+    return lambda self, samples, weights: original(self, samples[::2], weights[::2])
 
 
 def rows_rolled(original):
@@ -85,6 +91,20 @@ FAULTS = (
         **MOE,
     ),
     Fault("aux-pads", "I5 routers count pads", ((f"{ROUTERS}:_counts", pads_counted),), case="moe_aux", **MOE),
+    Fault(
+        "batch-part",
+        "moe_over='batch' counts a part of the batch",
+        (("longspan.engine.engine:Engine._shares", part_counted),),
+        case="moe_batch",
+        **MOE,
+    ),
+    Fault(
+        "batch-by-sample",
+        "moe_over='batch' weighs each sample as if it were alone",
+        (("longspan.engine.engine:over_batch", lambda original: over_samples),),
+        case="moe_batch",
+        **MOE,
+    ),
     Fault("expert-rows", "experts' rows come home one off", ((f"{EXPERTS}:_over_ranks", rows_rolled),), **MOE),
     Fault(
         "expert-gradient",

@@ -1,5 +1,6 @@
 """Faults in how tokens meet: attention across ranks, vision features, the LM head."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -184,6 +185,31 @@ def entropy_without_gradient_once(original):
 HEAD = "longspan.engine.program:head_outputs"
 HEAD_LOSS = "longspan.engine.program:head_loss"  # token-wise losses go through it
 VL = "tiny:qwen3_vl"
+
+
+def teacher_rolled(original):
+    """The teacher's states of the token before."""
+
+    @contextmanager
+    def opened(self, step):
+        with original(self, step) as (hidden, head):
+            yield hidden.roll(1, 0), head
+
+    return opened
+
+
+def teacher_untempered(original):
+    def chunk(self, part, ours):
+        t, rows = original(self, part, ours)
+        return t, replace(rows, temperature=torch.ones_like(rows.temperature))
+
+    return chunk
+
+
+def other_direction(original):
+    return property(lambda self: "forward" if original.fget(self) == "reverse" else "reverse")
+
+
 FAULTS = (
     Fault(
         "boundary",
@@ -310,5 +336,23 @@ FAULTS = (
         "the entropy bonus is measured but has no gradient",
         ((HEAD, entropy_without_gradient), (HEAD_LOSS, entropy_without_gradient_once)),
         layout="dp2",
+    ),
+    Fault(
+        "teacher-shift",
+        "the teacher's states lie one token off the student's",
+        (("longspan.engine.fsdp.backend:FSDPBackend.opened", teacher_rolled),),
+        case="distill_full",
+    ),
+    Fault(
+        "teacher-untempered",
+        "the teacher's logits are not tempered",
+        (("longspan.objective.teacher:TeacherSide.chunk", teacher_untempered),),
+        case="distill_full",
+    ),
+    Fault(
+        "teacher-direction",
+        "the KL from the teacher runs the other way",
+        (("longspan.objective.objective:Objective.teacher_direction", other_direction),),
+        case="distill_reverse",
     ),
 )

@@ -24,6 +24,7 @@ class Tokens:
     mask: Tensor  # [L] 0/1
     value: Tensor | None  # [L] value head, where the case has a value term
     fields: Mapping[str, Tensor]  # [L, ...]
+    teacher: Tensor | None = None  # [L, V] a second model's log-softmax at the same temperatures
 
 
 Settings = Mapping[str, object]
@@ -102,6 +103,13 @@ def distill_topk(t: Tokens, s: Settings) -> Tensor:
     return (teacher.exp() * (teacher - student)).sum(-1)
 
 
+def distill_full(t: Tokens, s: Settings) -> Tensor:
+    """KL of whole next-token distributions: sum_v q (log q - log p), or in reverse sum_v p (log p - log q)."""
+    assert t.teacher is not None
+    first, second = (t.log_softmax, t.teacher) if s.get("direction") == "reverse" else (t.teacher, t.log_softmax)
+    return (first.exp() * (first - second)).sum(-1)
+
+
 def kl(t: Tokens, s: Settings) -> Tensor:
     """Schulman's estimators of KL(policy || reference) at a sampled token, d = logp - ref."""
     d = t.logprob - t.fields["ref_logprob"]
@@ -122,6 +130,7 @@ LOSSES: dict[str, Callable[[Tokens, Settings], Tensor]] = {
     "gspo": gspo,
     "value": value,
     "distill_topk": distill_topk,
+    "distill_full": distill_full,
 }
 EXTRA_TERMS = {"kl": kl, "entropy": entropy, "value": value}
 

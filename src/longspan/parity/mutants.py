@@ -29,7 +29,17 @@ from longspan.parity.mutation import Fault
 from longspan.parity.reference import Reference
 from longspan.parity.report import write_json
 
-CASES = ("ppo", "gspo", "distill_topk", "entropy", "together", "moe_aux")  # one of each kind of term and reduction
+CASES = (
+    "ppo",
+    "gspo",
+    "distill_topk",
+    "distill_full",
+    "distill_reverse",
+    "entropy",
+    "together",
+    "moe_aux",
+    "moe_batch",
+)  # one of each kind of term and reduction
 HANG_S = 40.0  # a launch whose ranks wait for each other is stopped after this
 GROUP_S = 600.0
 
@@ -69,7 +79,7 @@ def _group(model: str, layout_name: str, faults: Sequence[Fault], *, quick: bool
     checks = {fault.check for fault in faults} if quick else set(ALL_CHECKS)
     names = {fault.case for fault in faults} if quick else set(CASES)
     reference = Reference(model, dtype=torch.float64, value_head=True)
-    cases = [case for case in default_cases(value_head=True, moe=is_moe(reference)) if case.name in names]
+    cases = [case for case in default_cases(value_head=True, moe=is_moe(reference), teacher=True) if case.name in names]
     request = Request(
         model=model,
         layouts={layout_name: layout},

@@ -1,12 +1,31 @@
-"""The oracle's auxiliary losses of mixture-of-experts layers, for one sample, from what HF's routers returned.
+"""The oracle's auxiliary losses of mixture-of-experts layers, for one sample, from what HF's routers returned; or the sample's
+part of a batch's, where n and c_e count the tokens of all samples that weigh.
 
 With n tokens, E experts, k a token, c_e tokens sent to expert e and p the softmax of the router's logits, summed over
 layers: aux = E / (k n^2) sum_e c_e sum_t p_te (Switch Transformer eq. 4), z = 1 / n sum_t logsumexp(logits_t)^2
 (ST-MoE eq. 5).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRoutes:
+    """Where the tokens of a batch were sent. routes: of each sample that weighs, [L, layers, k]."""
+
+    routes: Sequence[Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        return max(sum(len(each) for each in self.routes), 1)
+
+    def counts(self, layer: int, experts: int) -> Tensor:
+        """[E] tokens sent to each expert of a layer."""
+        return sum(torch.bincount(each[:, layer].flatten(), minlength=experts) for each in self.routes)
 
 
 class RouterLog:
@@ -28,14 +47,19 @@ class RouterLog:
     def _keep(self, router: nn.Module, args: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
         self.seen.append((output[0], output[2]))
 
-    def losses(self) -> dict[str, Tensor]:
-        """moe_aux and moe_z of the sample, summed over layers; empty for a dense model."""
+    def routes(self) -> Tensor:
+        """[L, layers, k] experts that each token was sent to."""
+        return torch.stack([experts for _, experts in self.seen], 1).cpu()
+
+    def losses(self, batch: BatchRoutes | None = None) -> dict[str, Tensor]:
+        """moe_aux and moe_z of the sample, or its part of the batch's, summed over layers; empty for a dense model."""
         if not self.seen:
             return {}
-        aux, z = [], []
-        for logits, experts in self.seen:
-            length, num_experts = logits.shape
-            counts = torch.bincount(experts.flatten(), minlength=num_experts).to(logits.dtype)
+        whole = BatchRoutes([self.routes()]) if batch is None else batch
+        length, aux, z = whole.num_tokens, [], []
+        for layer, (logits, experts) in enumerate(self.seen):
+            num_experts = logits.shape[1]
+            counts = whole.counts(layer, num_experts).to(logits)
             mass = torch.softmax(logits, -1).sum(0)
             aux.append(num_experts / (experts.shape[1] * length**2) * (counts * mass).sum())
             z.append(torch.logsumexp(logits, -1).square().sum() / length)

@@ -30,7 +30,7 @@ from longspan.parity.formulas import Tokens
 from longspan.parity.oracle_attention import use_plain_layers
 from longspan.parity.oracle_media import MediaInputs, hidden_with_media
 from longspan.parity.oracle_mtp import DecoderLog, plain_mtp
-from longspan.parity.oracle_routers import RouterLog
+from longspan.parity.oracle_routers import BatchRoutes, RouterLog
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_: coefficient = clip / (norm + 1e-6), at most 1
 
@@ -117,20 +117,31 @@ class Reference:
         cap = self.model.config.get_text_config().to_dict().get("final_logit_softcapping")
         return hidden.cpu(), logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def run(self, samples: Sequence[Sample], case: Case) -> Result:
+    @torch.no_grad()
+    def routes(self, sample: Sample) -> Tensor:
+        """[L, layers, k] experts that each token of a sample is sent to."""
+        with RouterLog(self.model) as routers:
+            hidden_with_media(self.model, sample, self.media)
+        return routers.routes()
+
+    def run(self, samples: Sequence[Sample], case: Case, teacher: "Reference | None" = None) -> Result:
         """Add the gradient of `case` over `samples`; the result holds this call's metrics and the accumulated
-        gradients.
+        gradients. teacher: of a case that uses one.
         """
         terms = case.terms()
         coefficients = {name: coefficient for name, coefficient, _ in terms}
         coefficients |= dict(case.router_terms()) | dict(case.draft_terms())
         weights = {name: self._weights(samples, name, case) for name in coefficients}
         sums = dict.fromkeys(weights, 0.0)
+        batch = {name: self._batch_routes(samples, weights[name]) for name, _ in case.router_terms() if case.over_batch}
         seen = []
         for number, sample in enumerate(samples):
             decoder_log = nullcontext() if self.mtp is None else DecoderLog(self.model)
             with RouterLog(self.model) as routers, decoder_log as decoder:
                 tokens = self.outputs(sample, value=case.uses_value)
+            if case.uses_teacher:
+                with torch.no_grad():
+                    tokens = replace(tokens, teacher=teacher.outputs(sample).log_softmax)
             loss = torch.zeros((), dtype=self.dtype)
             for name, coefficient in case.draft_terms():
                 output = self.model.get_output_embeddings().weight
@@ -138,7 +149,12 @@ class Reference:
                 loss = loss + coefficient * term
                 sums[name] += float(term.detach())
             for name, coefficient in case.router_terms():
-                term = routers.losses()[name] * weights[name][number].sum()
+                weight = weights[name][number].sum()
+                if (
+                    case.over_batch and weight > 0
+                ):  # a part of the batch's one number, which weighs what all samples weigh
+                    weight = sum(each.sum() for each in weights[name])
+                term = routers.losses(batch.get(name))[name] * weight
                 loss = loss + coefficient * term
                 sums[name] += float(term.detach())
             for name, coefficient, formula in terms:
@@ -154,6 +170,10 @@ class Reference:
         metrics["loss/total"] = sum(coefficient * sums[name] for name, coefficient in coefficients.items())
         metrics |= formulas.metrics(seen, case.loss, case.settings)
         return Result(metrics, self.gradients())
+
+    def _batch_routes(self, samples: Sequence[Sample], weights: Sequence[Tensor]) -> BatchRoutes:
+        pairs = zip(samples, weights, strict=True)
+        return BatchRoutes([self.routes(sample) for sample, weight in pairs if weight.any()])
 
     def _weights(self, samples: Sequence[Sample], term: str, case: Case) -> list[Tensor]:
         masks = [formulas.term_mask(sample.fields, sample.mask, term) for sample in samples]

@@ -150,6 +150,11 @@ def fill_fields(samples: Sequence[Sample], reference: Reference, seed: int = 2) 
     return filled
 
 
+def with_routes(sample: Sample, reference: Reference) -> Sample:
+    """The same sample with the experts that the oracle's routers choose, as the engine would record them."""
+    return _with(sample, {**sample.fields, "routed_experts": reference.routes(sample)})
+
+
 def _with(sample: Sample, fields: dict[str, Tensor]) -> Sample:
     return Sample(
         sample.input_ids,
