@@ -1,6 +1,7 @@
 """Ulysses by groups of heads equals plain Ulysses bit for bit, forward and backward, in fp64 on four ranks (gloo).
 
-The oracle is mixers/ulysses.py, itself checked against naive attention. Control: a plan that swaps two head groups.
+The oracle is mixers/ulysses.py, itself checked against naive attention. Controls: a plan that swaps two head groups; `lean` keeps
+one copy of the output for backward, the default two.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import torch
 from longspan.launch import launch
 from longspan.layout import make_seqinfo
 from longspan.layout.mesh import CPGroup
-from longspan.mixers import Saved, Ulysses
+from longspan.mixers import Mixer, Saved, Ulysses
 from longspan.mixers.kernels.reference import Reference
 from longspan.mixers.transport import Collective
 from longspan.mixers.ulysses_overlap import OverlappedUlysses, Plan
@@ -38,17 +39,20 @@ def compare() -> list[tuple[str, bool]]:
             generator = torch.Generator().manual_seed(rank)
             q, dout = (torch.randn(16, heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
             k, v = (torch.randn(16, kv_heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
-            slots = (None, Saved(), Saved())
+            ways: list[tuple[str, Mixer, Saved | None]] = [("oracle", Ulysses(), None)]
+            for lean in (False, True):
+                other = OverlappedUlysses(Collective(), groups, lean)
+                ways += [(f"lean {lean}", other, None), (f"lean {lean}, saved", other, Saved())]
             results = []
-            for mixer, saved in zip((Ulysses(), *[OverlappedUlysses(Collective(), groups)] * 2), slots, strict=True):
+            for _, mixer, saved in ways:
                 inputs = [x.clone().requires_grad_() for x in (q, k, v)]
                 prepared = mixer.prepare(info, torch.device("cpu"))
                 for _ in range(1 if saved is None else 2):  # the second call recomputes from what was saved
                     out = mixer.attend(*inputs, prepared, scale=0.3, kernel=Reference(), saved=saved)
                 results.append([out.detach(), *torch.autograd.grad(out, inputs, dout)])
-            for other in results[1:]:
+            for (way, _, _), other in zip(ways[1:], results[1:], strict=True):
                 same = all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-                found.append((f"{kind} {heads}/{kv_heads} groups {groups}", same))
+                found.append((f"{kind} {heads}/{kv_heads} groups {groups} {way}", same))
     return found
 
 
@@ -64,12 +68,33 @@ def wrong_group() -> bool:
     return torch.equal(dataclasses.replace(plan, groups=1).part(x, 0), straight) and not torch.equal(swapped, straight)
 
 
-def both() -> tuple[list[tuple[str, bool]], bool]:
-    return compare(), wrong_group()
+def kept_bytes(*, lean: bool) -> int:
+    """What autograd holds until backward, in distinct storages, with what the next layer keeps of the output."""
+    import torch.distributed as dist
+
+    group = CPGroup(dist.group.WORLD, dist.get_rank(), 4, (0, 1, 2, 3))
+    info = make_seqinfo("contiguous", torch.tensor([0, 64]), group)
+    mixer = OverlappedUlysses(Collective(), lean=lean)
+    q, k, v = (torch.randn(16, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    held: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = mixer.attend(q, k, v, mixer.prepare(info, torch.device("cpu")), scale=0.3, kernel=Reference())
+        out.square()
+    return sum(held.values())
+
+
+def everything() -> tuple[list[tuple[str, bool]], bool, list[int]]:
+    return compare(), wrong_group(), [kept_bytes(lean=lean) for lean in (False, True)]
 
 
 def test_overlapped_ulysses_is_ulysses_bit_for_bit() -> None:
-    for rank, (cases, control) in enumerate(launch(both, ranks=4, timeout_s=60)):
+    for rank, (cases, control, (twice, once)) in enumerate(launch(everything, ranks=4, timeout_s=60)):
         assert control, rank
-        assert len(cases) == 2 * 2 * len(CASES)
+        assert twice - once == 16 * 4 * 8 * 8, (rank, twice, once)  # one [T/N, H, D] in fp64
+        assert len(cases) == 2 * 4 * len(CASES)
         assert all(same for _, same in cases), (rank, [name for name, same in cases if not same])

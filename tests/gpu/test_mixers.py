@@ -38,6 +38,7 @@ def mixers(device: torch.device) -> list[tuple[str, Mixer]]:
     for name, transport in (("nccl", Collective()), ("symmetric", Symmetric(device))):
         found.append((f"ring {name}", Ring(transport)))
         found += [(f"overlapped in {n} {name}", OverlappedUlysses(transport, n)) for n in (1, 2)]
+        found.append((f"overlapped in 1 lean {name}", OverlappedUlysses(transport, lean=True)))
     return found
 
 

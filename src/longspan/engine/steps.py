@@ -41,7 +41,8 @@ class StepBuilder:
         self.config = config
         self.adapter = adapter
         self.mesh = mesh
-        self.mixer = make_mixer(mesh.layout, make_transport(mesh.all, mesh.device))
+        transport, lean = make_transport(mesh.all, mesh.device), config.recompute == "selective"
+        self.mixer = make_mixer(mesh.layout, transport, lean=lean)
         self.kernel = start_kernel(config.kernel, adapter, mesh, dtype)
 
     def steps(self, batch: Batch, plan: Plan, keep: Keep) -> Iterator[MicroStep]:

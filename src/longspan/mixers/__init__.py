@@ -29,18 +29,21 @@ __all__ = [
     "packed_attention",
 ]
 
-MIXERS: dict[str, Callable[[Layout, Transport], Mixer]] = {
-    "ulysses": lambda layout, transport: Ulysses() if transport.blocking else OverlappedUlysses(transport),
-    "ring": lambda layout, transport: Ring(transport),
-    "gather": lambda layout, transport: Gather(),
-    "hybrid": lambda layout, transport: Hybrid(ulysses=layout.ulysses or 1),
+MIXERS: dict[str, Callable[[Layout, Transport, bool], Mixer]] = {
+    "ulysses": lambda layout, transport, lean: (
+        Ulysses() if transport.blocking else OverlappedUlysses(transport, lean=lean)
+    ),
+    "ring": lambda layout, transport, lean: Ring(transport),
+    "gather": lambda layout, transport, lean: Gather(),
+    "hybrid": lambda layout, transport, lean: Hybrid(ulysses=layout.ulysses or 1),
 }
 
 
-def make_mixer(layout: Layout, transport: Transport | None = None) -> Mixer:
+def make_mixer(layout: Layout, transport: Transport | None = None, *, lean: bool = False) -> Mixer:
     """The mixer of a resolved layout (`longspan.layout.resolve`); for rows of one rank each attends alone.
 
-    transport: `make_transport(mesh.all, mesh.device)` where ranks should use what their machine offers.
+    transport: `make_transport(mesh.all, mesh.device)` where ranks should use what their machine offers. lean: rather another
+    travel in backward than two copies of attention's output until then (ulysses over symmetric memory; the others keep one).
     """
     assert layout.mixer in MIXERS, f"resolve the layout first: mixer={layout.mixer!r}"
-    return MIXERS[layout.mixer](layout, transport or Collective())
+    return MIXERS[layout.mixer](layout, transport or Collective(), lean)

@@ -36,6 +36,7 @@ class OverlappedUlysses:
 
     transport: Transport
     groups: int = 1
+    lean: bool = False
     name: str = "ulysses"
 
     def sizes(self, heads: int, kv_heads: int) -> SizeCheck:
@@ -67,7 +68,7 @@ class OverlappedUlysses:
         if reason := ulysses_refusal(prepared.group.size, q.shape[1]):
             raise UserError(reason)
         plan = _plan(q, k, v, prepared, self.groups)
-        return _Overlapped.apply(q, k, v, plan, self.transport, Work(kernel, scale, window), saved)
+        return _Overlapped.apply(q, k, v, plan, self.transport, Work(kernel, scale, window), saved, self.lean)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +164,7 @@ class _Overlapped(torch.autograd.Function):
         transport: Transport,
         work: Work,
         saved: Saved | None,
+        lean: bool,
     ) -> Tensor:
         dealt_k, dealt_v = (_deal(x, plan.slots) for x in (k, v))
         coming = [
@@ -170,37 +172,43 @@ class _Overlapped(torch.autograd.Function):
             for g in range(plan.groups)
         ]
         kept = saved.take() if saved is not None else None
-        result = q.new_empty(plan.tokens, q.shape[1], plan.v_dim)
         inputs, outs, lses, leaving = [], [], [], []
         for g, arrival in enumerate(coming):
             rows = plan.order_in(arrival.wait()[0].flatten(0, 1))  # [T, C]
+            inputs.append(rows)
             if kept is None:
                 out, lse = _attend(plan, rows, work)
+            elif lean:
+                lses.append(kept[1][g])
+                continue
             else:
                 out, lse = kept[0][g], kept[1][g]
             leaving.append(_send_out(plan, transport, _by_rank(plan, plan.order_out(out))))
-            inputs.append(rows)
             outs.append(out)
             lses.append(lse)
+        again = kept is not None and lean
+        result = kept[0] if again else q.new_empty(plan.tokens, q.shape[1], plan.v_dim)
         for g, arrival in enumerate(leaving):
             copy_rows(plan.part(result, g), arrival.wait()[0].unflatten(-1, (plan.q_heads, plan.v_dim)))
         if saved is not None and kept is None:
-            saved.put(torch.stack(outs).detach(), torch.stack(lses))
-        ctx.save_for_backward(*inputs, *outs, *lses)
+            saved.put(result.detach() if lean else torch.stack(outs).detach(), torch.stack(lses))
+        ctx.save_for_backward(*inputs, *lses, *([result] if lean else outs))
         ctx.plan, ctx.transport, ctx.work, ctx.shapes = plan, transport, work, (q.shape, k.shape, v.shape)
+        ctx.lean = lean
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         plan, transport = ctx.plan, ctx.transport
-        kept = ctx.saved_tensors
-        inputs, outs, lses = (kept[i * plan.groups : (i + 1) * plan.groups] for i in range(3))
-        coming = [_send_out(plan, transport, plan.part(grads[0], g)) for g in range(plan.groups)]
+        groups, kept = plan.groups, ctx.saved_tensors
+        inputs, lses, outs = kept[:groups], kept[groups : 2 * groups], kept[2 * groups :]
+        coming = [_send_out(plan, transport, plan.part(grads[0], g)) for g in range(groups)]
+        if ctx.lean:
+            travelling = [_send_out(plan, transport, plan.part(outs[0], g)) for g in range(groups)]
+            outs = [_arrived_out(plan, arrival) for arrival in travelling]
         leaving = []
         for g, arrival in enumerate(coming):
-            rows = plan.order_in(arrival.wait()[0].flatten(0, 1))  # [T, h * Dv]
-            dout = rows.unflatten(-1, (plan.q_heads, plan.v_dim))
-            parts = _attend_backward(plan, dout, inputs[g], outs[g], lses[g], ctx.work)
+            parts = _attend_backward(plan, _arrived_out(plan, arrival), inputs[g], outs[g], lses[g], ctx.work)
             dq, dk, dv = (_by_rank(plan, plan.order_out(x)) for x in parts)
             leaving.append(_send_qkv(plan, transport, (dq, dk, dv)))
         dealt = (plan.group.size * plan.groups * plan.kv_heads, plan.dim)
@@ -210,7 +218,12 @@ class _Overlapped(torch.autograd.Function):
             for total, part in zip((dq, dk, dv), _split(plan, arrival.wait()[0]), strict=True):
                 copy_rows(plan.part(total, g), part)
         dk, dv = _collect(dk, plan.slots, ctx.shapes[1][1]), _collect(dv, plan.slots, ctx.shapes[2][1])
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
+
+
+def _arrived_out(plan: Plan, arrival: Arrival) -> Tensor:
+    """out or its gradient of this rank's heads in one group: [T, h, Dv], in the order of the inner attention."""
+    return plan.order_in(arrival.wait()[0].flatten(0, 1)).unflatten(-1, (plan.q_heads, plan.v_dim))
 
 
 def _attend(plan: Plan, rows: Tensor, work: Work) -> tuple[Tensor, Tensor]:
