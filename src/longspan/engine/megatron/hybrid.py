@@ -61,7 +61,7 @@ class GatedAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: StreamParams, **_: object
     ) -> tuple[Tensor, None]:
-        mixed = self.linear_qkv(hidden_states)[0][:, 0]  # [T, O / tp]
+        mixed = self.linear_qkv(hidden_states)[0].squeeze(1)  # [T, O / tp]
         q, k, v = (
             part.unflatten(1, (-1, size)) for part, size in zip(mixed.split(self.widths, 1), self._sizes, strict=True)
         )
@@ -103,7 +103,7 @@ class DeltaNet(nn.Module):
     ) -> tuple[Tensor, None]:
         context = packed_seq_params.context
         assert context is not None, "StreamParams comes filled"
-        made = self.linear_in(hidden_states)[0][:, 0]
+        made = self.linear_in(hidden_states)[0].squeeze(1)
         tokens, real = made.shape[0], context.info.num_local
         mixed, z, b, a = (self._by_head if self.interleaved else self._by_kind)(made[:real])
         out_THD = gated_delta(

@@ -22,7 +22,7 @@ __all__ = ["column", "row"]
 def column(x: Tensor, weight: Tensor, bias: Tensor | None, group: CPGroup, *, rows: bool) -> Tensor:
     """[T, 1, I] (rows: [T / tp, 1, I]), weight [O / tp, I] -> [T, 1, O / tp]."""
     if group.size == 1:
-        return functional.linear(x[:, 0], weight, bias)[:, None]
+        return functional.linear(x.squeeze(1), weight, bias)[:, None]
     return _Column.apply(x, weight, bias, group, rows)
 
 
@@ -30,7 +30,7 @@ def row(x: Tensor, weight: Tensor, extra: Tensor | None, group: CPGroup, *, rows
     """[T, 1, I / tp], weight [O, I / tp] -> [T, 1, O] (rows: [T / tp, 1, O]), summed over ranks. extra: this rank's [T, 1, O]
     to add before the sum."""
     if group.size == 1:
-        out = functional.linear(x[:, 0], weight)[:, None]
+        out = functional.linear(x.squeeze(1), weight)[:, None]
         return out if extra is None else out + extra
     return _Row.apply(x, weight, extra, group, rows)
 
