@@ -186,8 +186,7 @@ class _Overlapped(torch.autograd.Function):
             leaving.append(_send_out(plan, transport, _by_rank(plan, plan.order_out(out))))
             outs.append(out)
             lses.append(lse)
-        again = kept is not None and lean
-        result = kept[0] if again else q.new_empty(plan.tokens, q.shape[1], plan.v_dim)
+        result = kept[0] if kept is not None and lean else q.new_empty(plan.tokens, q.shape[1], plan.v_dim)
         for g, arrival in enumerate(leaving):
             copy_rows(plan.part(result, g), arrival.wait()[0].unflatten(-1, (plan.q_heads, plan.v_dim)))
         if saved is not None and kept is None:
