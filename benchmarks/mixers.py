@@ -5,13 +5,15 @@
 16 query heads, 8 KV heads, head dim 128, bf16; one 64k document and the 64k mix of 23 documents. Efficiency: time of
 the same kernel on one GPU (same process and run) / (ranks * time of the mixer). A repeat is the mean of CALLS calls one
 after the other, as layers come, on the slower rank. Transports: symmetric (copy engines) and nccl. Beside them, in the
-same run: Ulysses written plainly on torch ops and aten FA2, and torch's own context_parallel (dense: one document).
+same run: Ulysses written plainly on torch ops and aten FA2, torch's own context_parallel (dense: one document), and
+the schedules of axolotl-ringmaster (peer_ringmaster.py; --only peers) where that package is installed.
 Errors: relative L2 against one GPU's flash kernel on the whole row (two right bf16 results differ by about 3e-3).
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from common import Report, Settings, cu_seqlens, settings, slowest_ms
 from torch import Tensor
 
+from longspan.errors import RankError
 from longspan.launch import launch, world
 from longspan.layout import make_seqinfo
 from longspan.layout.mesh import CPGroup
@@ -31,6 +34,7 @@ from longspan.mixers.transport import Collective
 from longspan.mixers.ulysses_overlap import OverlappedUlysses
 
 HEADS, KV_HEADS, HEAD_DIM, RANKS = 16, 8, 128, 2
+PEER_FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, NotImplementedError, AssertionError)
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -41,6 +45,7 @@ class Entry:
     name: str
     kind: str  # index layout
     attend: Run
+    kernel: str = ""  # of its own; empty: the one that all share
 
 
 def entries(group: CPGroup, lengths: tuple[int, ...], kernel: Kernel, where: torch.device) -> list[Entry]:
@@ -55,6 +60,7 @@ def entries(group: CPGroup, lengths: tuple[int, ...], kernel: Kernel, where: tor
     for name, transport in transports.items():
         mixers += [(f"ring, {name}", "zigzag", Ring(transport))]
         mixers += [(f"ulysses in {n}, {name}", "contiguous", OverlappedUlysses(transport, n)) for n in (1, 2, 4)]
+        mixers.append((f"ulysses lean, {name}", "contiguous", OverlappedUlysses(transport, lean=True)))
     found = []
     for name, kind, mixer in mixers:
         prepared = mixer.prepare(make_seqinfo(kind, cu_seqlens(lengths, torch.device("cpu")), group), where)
@@ -64,7 +70,7 @@ def entries(group: CPGroup, lengths: tuple[int, ...], kernel: Kernel, where: tor
 
         found.append(Entry(name, kind, attend))
     if where.type == "cuda":
-        found.append(Entry("peer: plain ulysses, FA2", "contiguous", plain_ulysses(lengths, where)))
+        found.append(Entry("peer: plain ulysses, FA2", "contiguous", plain_ulysses(lengths, where), "aten FA2"))
     return found
 
 
@@ -100,48 +106,82 @@ def errors(found: list[Tensor], whole: list[Tensor], index: Tensor) -> dict[str,
     return dict(zip(("out", "dq", "dk", "dv"), (max(values) for values in zip(*every, strict=True)), strict=True))
 
 
-def bench_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
-    """All mixers on one row; runs on every rank, the result is the same on all."""
-    where, rank = world().device, dist.get_rank()
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    kernel = choose_kernel(where, dtype, HEAD_DIM)
-    if rank == 0:
-        print(describe(kernel, where, dtype, HEAD_DIM), flush=True)
-    self_check(kernel, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, device=where)
-    group = CPGroup(dist.group.WORLD, rank, RANKS, tuple(range(RANKS)))
-    generator = torch.Generator(device=where).manual_seed(0)  # the same row on every rank
-    shapes = [(sum(lengths), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    q, k, v, dout = (torch.randn(s, device=where, dtype=dtype, generator=generator) for s in shapes)
-    alone = make_seqinfo("identity", cu_seqlens(lengths, torch.device("cpu")), CPGroup.alone(rank))
-    prepared = Local().prepare(alone, where)
+class Bench:
+    """One row of tokens on this rank: its whole q, k, v, dout, the kernel, and one GPU's result to compare with."""
 
-    def one_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return Local().attend(q, k, v, prepared, scale=HEAD_DIM**-0.5, kernel=kernel)
+    def __init__(self, asked: Settings, name: str, lengths: tuple[int, ...]) -> None:
+        self.asked, self.name, self.lengths = asked, name, lengths
+        self.where, self.rank = world().device, dist.get_rank()
+        dtype = torch.bfloat16 if self.where.type == "cuda" else torch.float32
+        self.kernel = choose_kernel(self.where, dtype, HEAD_DIM)
+        if self.rank == 0:
+            print(describe(self.kernel, self.where, dtype, HEAD_DIM), flush=True)
+        self_check(self.kernel, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, device=self.where)
+        self.group = CPGroup(dist.group.WORLD, self.rank, RANKS, tuple(range(RANKS)))
+        generator = torch.Generator(device=self.where).manual_seed(0)  # the same row on every rank
+        shapes = [(sum(lengths), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+        self.q, self.k, self.v, self.dout = (
+            torch.randn(s, device=self.where, dtype=dtype, generator=generator) for s in shapes
+        )
+        self.alone = make_seqinfo("identity", cu_seqlens(lengths, torch.device("cpu")), CPGroup.alone(self.rank))
+        self.whole: list[Tensor] = []
 
-    rows: list[dict[str, Any]] = []
-    whole: list[Tensor] = []
-    for entry in [Entry("one GPU", "identity", one_gpu), *entries(group, lengths, kernel, where)]:
+    def one_gpu(self) -> Entry:
+        """The same kernel on the whole row; measured first."""
+        prepared = Local().prepare(self.alone, self.where)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return Local().attend(q, k, v, prepared, scale=HEAD_DIM**-0.5, kernel=self.kernel)
+
+        return Entry("one GPU", "identity", attend)
+
+    def measure(self, entry: Entry) -> dict[str, Any]:
+        """Errors and times of one mixer."""
         one = entry.kind == "identity"
-        index = alone.index if one else make_seqinfo(entry.kind, alone.cu_seqlens, group).index
-        local = [x[index.to(where)].contiguous().requires_grad_() for x in (q, k, v)]
-        local_dout = dout[index.to(where)].contiguous()
+        info = self.alone if one else make_seqinfo(entry.kind, self.alone.cu_seqlens, self.group)
+        index = info.index.to(self.where)
+        local = [x[index].contiguous().requires_grad_() for x in (self.q, self.k, self.v)]
+        dout = self.dout[index].contiguous()
 
-        def both(entry: Entry = entry, local: list[Tensor] = local, dout: Tensor = local_dout) -> list[Tensor]:
+        def both() -> list[Tensor]:
             out = entry.attend(*local)
             return [out.detach(), *torch.autograd.grad(out, local, dout)]
 
-        def forward(entry: Entry = entry, local: list[Tensor] = local) -> None:
+        def forward() -> None:
             with torch.no_grad():
                 entry.attend(*local)
 
         found = both()
-        whole = found if one else whole
-        row: dict[str, Any] = {"row": name, "mixer": entry.name, "layout": entry.kind, "kernel": kernel.name}
-        row |= {f"error_{key}": value for key, value in errors(found, whole, index.to(where)).items()}
-        row |= {"forward_ms": slowest_ms(forward, asked.repeats), "both_ms": slowest_ms(both, asked.repeats)}
-        rows.append(row)
-        if rank == 0:
-            print(name, entry.name, statistics.median(row["forward_ms"]), statistics.median(row["both_ms"]), flush=True)
+        self.whole = found if one else self.whole
+        row: dict[str, Any] = {"row": self.name, "mixer": entry.name, "layout": entry.kind}
+        row["kernel"] = entry.kernel or self.kernel.name
+        row |= {f"error_{key}": value for key, value in errors(found, self.whole, index).items()}
+        row |= {"forward_ms": slowest_ms(forward, self.asked.repeats), "both_ms": slowest_ms(both, self.asked.repeats)}
+        if self.rank == 0:
+            medians = statistics.median(row["forward_ms"]), statistics.median(row["both_ms"])
+            print(self.name, entry.name, *medians, flush=True)
+        return row
+
+
+def bench_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+    """All mixers on one row; runs on every rank, the result is the same on all."""
+    bench = Bench(asked, name, lengths)
+    return [bench.measure(e) for e in [bench.one_gpu(), *entries(bench.group, lengths, bench.kernel, bench.where)]]
+
+
+def ringmaster_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+    """One GPU again, for the efficiency and the errors, and each schedule of axolotl-ringmaster; one that fails is skipped."""
+    from peer_ringmaster import NAME, schedules  # an optional package
+
+    bench = Bench(asked, name, lengths)
+    rows = [bench.measure(bench.one_gpu())]
+    cu = cu_seqlens(lengths, bench.where)
+    for title, kernel, kind, attend in schedules(lengths, bench.kernel, cu, HEAD_DIM**-0.5):
+        entry = Entry(f"peer: {NAME} {title} ({kernel})", kind, attend, kernel)
+        try:
+            rows.append(bench.measure(entry))
+        except PEER_FAILURES as error:
+            rows.append({"row": name, "mixer": entry.name, "layout": kind, "kernel": kernel, "skipped": reason(error)})
     return rows
 
 
@@ -170,32 +210,57 @@ def torch_context_parallel(asked: Settings, tokens: int) -> dict[str, Any]:
         def both() -> None:
             torch.autograd.grad(F.scaled_dot_product_attention(*local, is_causal=True), local, dout)
 
-        return {"forward_ms": slowest_ms(forward, asked.repeats), "both_ms": slowest_ms(both, asked.repeats)}
+        found = {"forward_ms": slowest_ms(forward, asked.repeats), "both_ms": slowest_ms(both, asked.repeats)}
+        for x in local:
+            x.requires_grad_(False)  # the context resizes its buffers back on the way out
+    return found
 
 
 def peer_row(asked: Settings) -> list[dict[str, Any]]:
     try:
         found = torch_context_parallel(asked, 65536)
-    except (RuntimeError, ValueError, ImportError, AttributeError, NotImplementedError) as error:
-        found = {"skipped": f"{type(error).__name__}: {error}"[:200]}
+    except PEER_FAILURES as error:
+        found = {"skipped": reason(error)}
     return [{"row": "64k row", "mixer": "peer: torch context_parallel, 16/16 heads", "kernel": "SDPA flash", **found}]
+
+
+def reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[-180:]}"  # a rank's own error ends the message
+
+
+def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds time of one GPU (the first row) / (ranks * time)."""
+    for row in rows:
+        ranks = 1 if row["layout"] == "identity" else RANKS
+        for part in ("forward", "both"):
+            if "skipped" not in row:
+                alone, mine = (statistics.median(x[f"{part}_ms"]) for x in (rows[0], row))
+                row[f"{part}_efficiency"] = round(alone / ranks / mine, 3)
+    return rows
 
 
 def run() -> Report:
     asked = settings("attention mixers on two GPUs")
     report = Report("mixers", asked, __doc__ or "")
     for name, lengths in asked.rows.items():
-        if not asked.wants(name):
-            continue
-        rows = launch(bench_row, asked, name, lengths, ranks=RANKS, timeout_s=150)[0]
-        alone = statistics.median(rows[0]["forward_ms"]), statistics.median(rows[0]["both_ms"])
-        for row in rows:
-            ranks = 1 if row["layout"] == "identity" else RANKS
-            row["forward_efficiency"] = round(alone[0] / ranks / statistics.median(row["forward_ms"]), 3)
-            row["both_efficiency"] = round(alone[1] / ranks / statistics.median(row["both_ms"]), 3)
-            report.add(**row)
-    if torch.cuda.is_available() and asked.wants("peers"):
+        if asked.wants(name):
+            for row in with_efficiency(launch(bench_row, asked, name, lengths, ranks=RANKS, timeout_s=150)[0]):
+                report.add(**row)
+    if not asked.wants("peers"):
+        return report
+    if torch.cuda.is_available():
         for row in launch(peer_row, asked, ranks=RANKS, timeout_s=120)[0]:
+            report.add(**row)
+    if find_spec("ringmaster") is None:
+        report.skip("the package is not installed", mixer="peer: axolotl-ringmaster")
+        return report
+    for name, lengths in asked.rows.items():
+        try:
+            rows = launch(ringmaster_row, asked, name, lengths, ranks=RANKS, timeout_s=120)[0]
+        except RankError as error:
+            report.skip(reason(error), row=name, mixer="peer: axolotl-ringmaster")
+            continue
+        for row in with_efficiency(rows)[1:]:
             report.add(**row)
     return report
 
