@@ -73,7 +73,10 @@ def covered(
         f"loss {case.loss}",
         f"rule {case.normalise}",
         *(f"term {name}" for name in terms),
+        *(f"{axis} {size}" for axis, size in layout.axes.items() if axis in ("tp", "pp", "etp") and size > 1),
     }
+    if layout.sequence_parallel:
+        found.add("sequence parallel")
     if not terms:
         found.add(f"terms {case.loss} alone")
     if set(usual) <= set(terms):

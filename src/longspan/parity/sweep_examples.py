@@ -131,7 +131,8 @@ def layouts(draw: st.DrawFn, ranks: int, model: str) -> Layout:
 
 @st.composite
 def model_parallel_layouts(draw: st.DrawFn, ranks: int, model: str) -> Layout:
-    """What the megatron backend adds: tp over 2 KV heads, with or without sequence parallelism, and pp over 2 or 3 layers."""
+    """What the megatron backend adds: tp over 2 KV heads, with or without sequence parallelism and the experts' columns, and
+    pp over 2 or 3 layers."""
     tp = draw(st.sampled_from([size for size in (1, 2) if ranks % size == 0]))
     stages = 3 if model in RECURRENT else 2
     pp = draw(st.sampled_from([size for size in (1, stages) if ranks // tp % size == 0]))
@@ -139,7 +140,8 @@ def model_parallel_layouts(draw: st.DrawFn, ranks: int, model: str) -> Layout:
     if data.mixer == "ulysses" and (4 // tp) % data.cp:
         data = replace(data, mixer="ring")
     sequence_parallel = tp > 1 and draw(st.booleans())
-    return replace(data, tp=tp, pp=pp, sequence_parallel=sequence_parallel)
+    etp = tp if model in MOE and draw(st.booleans()) else 1
+    return replace(data, tp=tp, pp=pp, etp=etp, sequence_parallel=sequence_parallel)
 
 
 @st.composite
