@@ -3,13 +3,15 @@
     python benchmarks/memory.py                        # the table: 16k to 128k
     python benchmarks/memory.py --only longest/393216  # one measured step of a very long row, full fine-tune with AdamW
 
-`activations`: the allocator's peak during one forward_backward of a batch after the first (compiled, gradients there)
-minus what is allocated before it. `peak`: the whole, with fp32 masters and gradients; in `longest` with Adam's moments
-and the optimizer step too. A very long row needs minutes: attention grows with L^2 (64k: 2.8 s of it on an H200).
+`activations`: the allocator's peak during one forward_backward of a batch after the first (compiled, gradients there) minus what
+is allocated before it. Points of one layout and policy run on one engine. `peak`: the whole, with fp32 masters and gradients; in
+`longest` with Adam's moments and the optimizer step too. Buffers in symmetric memory (three of the largest travel) are outside the
+allocator. A very long row needs minutes: attention grows with L^2 (64k: 2.8 s of it on an H200).
 """
 
 import time
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -54,28 +56,33 @@ def points(asked: Settings, gpus: int) -> list[Point]:
     return wanted
 
 
-def measure(point: Point, smoke: bool) -> dict[str, Any]:
-    """Peaks in GiB, the larger rank's."""
+def measure(group: list[Point], smoke: bool) -> list[dict[str, Any]]:
+    """Peaks in GiB, the larger rank's, of the points of one engine."""
     ranks, on_gpu = dist.get_world_size(), world().device.type == "cuda"
-    case = Case("memory", str(point.length), (point.length,), point.layout, compile=on_gpu, recompute=point.recompute)
-    engine = build(case, smoke, -(-point.length // ranks // 8) * 8 + 64)
+    first, longest = group[0], max(point.length for point in group)
+    case = Case("memory", str(longest), (longest,), first.layout, compile=on_gpu, recompute=first.recompute)
+    engine = build(case, smoke, -(-longest // ranks // 8) * 8 + 64)
     objective = Objective("ppo", clip=0.2, entropy=0.001)
     warm = batch((16 if smoke else 4096,), engine.adapter.vocab_size)
     engine.forward_backward(warm, objective)  # gradients and compiled kernels are there before the measurement
-    if point.optimizer:
+    if first.optimizer:
         engine.optim_step(AdamW(lr=1e-5))  # and Adam's moments
-    samples = batch((point.length,), engine.adapter.vocab_size)
-    before = _reset(on_gpu)
-    start = time.perf_counter()
-    engine.forward_backward(samples, objective)
-    during = _peak(on_gpu)
-    if point.optimizer:
-        engine.optim_step(AdamW(lr=1e-5))
-    mine = (during - before, _peak(on_gpu), time.perf_counter() - start)
-    every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, mine)
-    activations, peak, seconds = (max(values) for values in zip(*every, strict=True))
-    return {"activations_gib": activations, "peak_gib": peak, "seconds": seconds, "kernel": engine.builder.kernel.name}
+    found = []
+    for point in group:
+        samples = batch((point.length,), engine.adapter.vocab_size)
+        before = _reset(on_gpu)
+        start = time.perf_counter()
+        engine.forward_backward(samples, objective)
+        during = _peak(on_gpu)
+        if point.optimizer:
+            engine.optim_step(AdamW(lr=1e-5))
+        mine = (during - before, max(during, _peak(on_gpu)), time.perf_counter() - start)
+        every: list[Any] = [None] * ranks
+        dist.all_gather_object(every, mine)
+        activations, peak, seconds = (max(values) for values in zip(*every, strict=True))
+        found.append({"activations_gib": activations, "peak_gib": peak, "seconds": seconds})
+        found[-1]["kernel"] = engine.builder.kernel.name
+    return found
 
 
 def _reset(on_gpu: bool) -> float:
@@ -98,9 +105,11 @@ def run() -> Report:
     asked = settings("memory by row length")
     report = Report("memory", asked, __doc__ or "")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    for point in points(asked, gpus):
-        found = launch(measure, point, asked.smoke, ranks=point.layout.ranks, timeout_s=560)[0]
-        report.add(case=point.label, length=point.length, cp=point.layout.cp, recompute=point.recompute, **found)
+    for _, group in groupby(points(asked, gpus), key=lambda point: (point.layout, point.recompute, point.optimizer)):
+        group = list(group)
+        ranks = group[0].layout.ranks
+        for point, found in zip(group, launch(measure, group, asked.smoke, ranks=ranks, timeout_s=560)[0], strict=True):
+            report.add(case=point.label, length=point.length, cp=point.layout.cp, recompute=point.recompute, **found)
     return report
 
 
