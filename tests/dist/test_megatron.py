@@ -13,7 +13,7 @@ from megatron_cases import Job, hold, installed, run
 
 from longspan import AdamW, Engine, EngineConfig, Objective, Sample
 from longspan.engine.megatron.options import MegatronOptions
-from longspan.engine.megatron.shape import refuse_auto_budget, shape_of
+from longspan.engine.megatron.shape import shape_of
 from longspan.engine.megatron.weights import Entry, Part, join, local, split, take
 from longspan.engine.megatron.zero import own_slice
 from longspan.engine.planning import heads_per_rank
@@ -190,14 +190,6 @@ def test_impossible_combinations_are_refused_with_what_works(model, layout, sett
     config = EngineConfig(f"tiny:{model}", layout=layout, backend="megatron", **settings)
     with pytest.raises(UserError, match=re.escape(message)):
         shape_of(config, adapter, layout)
-
-
-def test_a_budget_that_no_memory_model_knows_is_refused():
-    config = EngineConfig("tiny:qwen3", backend="megatron")
-    refuse_auto_budget(config, torch.device("cpu"))
-    refuse_auto_budget(replace(config, max_tokens_per_rank=64), torch.device("cuda"))
-    with pytest.raises(UserError, match=r"max_tokens_per_rank='auto' on a GPU .* Set max_tokens_per_rank to a number"):
-        refuse_auto_budget(config, torch.device("cuda"))
 
 
 def test_parts_of_every_tensor_parallel_rank_make_the_whole_again():

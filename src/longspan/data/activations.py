@@ -51,7 +51,7 @@ class Activations:
     def backward(self, recompute: str, size: int) -> float:
         """Of the layer whose backward runs: what is made again, and gradients."""
         shape, b = self.shape, self.bytes_per_value
-        chunks = self._chunks() if self.plain_delta and shape.linear_layers else 0.0
+        chunks = self.chunks() if self.plain_delta and shape.linear_layers else 0.0
         if self.compile and not shape.experts:
             again = max(self.compiled_layers("selective", size)) + 2 * shape.mlp * b if recompute == "full" else 0.0
             # gate and up are there or made again; product and its gradient, then gate's and up's in their place
@@ -60,7 +60,7 @@ class Activations:
         again = max(self.layers(size), default=0.0) if recompute != "none" else 0.0
         return again + self._gradients() + chunks
 
-    def _chunks(self) -> float:
+    def chunks(self) -> float:
         """Plain DeltaNet's backward runs its rule again in fp32: matrices between the tokens of a chunk, and vectors."""
         shape = self.shape
         return 4.0 * shape.linear_value_heads * (7 * CHUNK + 12 * shape.linear_head_dim)
@@ -68,12 +68,12 @@ class Activations:
     def layers(self, size: int = 1) -> list[float]:
         """What autograd keeps of each eager layer."""
         shape, b = self.shape, self.bytes_per_value
-        softmax, linear = self._attention(size), self._linear()
+        softmax, linear = self._attention(size), self.recurrent()
         norms = 2 * self._norm(shape.hidden)
         norms += 0 if self.lora_width else 2 * shape.hidden * b  # their output, which a trained matrix reads
         lora = self.lora_width * b
         mixers = [softmax] * shape.attention_layers + [linear] * shape.linear_layers
-        mlps = [self._mlp()] * (shape.layers - shape.moe_layers) + [self._experts()] * shape.moe_layers
+        mlps = [self._mlp()] * (shape.layers - shape.moe_layers) + [self.experts()] * shape.moe_layers
         return [mixer + mlp + norms + lora for mixer, mlp in zip(mixers, mlps, strict=True)]
 
     def compiled_layers(self, recompute: str, size: int) -> list[float]:
@@ -87,8 +87,8 @@ class Activations:
             mlp = 2.0 * shape.mlp * b
         if size > 1:
             attention += queries * b + 2 * max(0, size - shape.kv_heads) * shape.head_dim * b
-        mixers = [attention] * shape.attention_layers + [self._linear()] * shape.linear_layers
-        mlps = [mlp] * (shape.layers - shape.moe_layers) + [self._experts()] * shape.moe_layers
+        mixers = [attention] * shape.attention_layers + [self.recurrent()] * shape.linear_layers
+        mlps = [mlp] * (shape.layers - shape.moe_layers) + [self.experts()] * shape.moe_layers
         pieces = 3 * shape.hidden * b + self.lora_width * b
         return [mixer + mlp + pieces for mixer, mlp in zip(mixers, mlps, strict=True)]
 
@@ -120,7 +120,8 @@ class Activations:
             kept += queries * b + 2 * max(0, size - shape.kv_heads) * shape.head_dim * b
         return kept
 
-    def _linear(self) -> float:
+    def recurrent(self) -> float:
+        """Of one Gated DeltaNet mixer."""
         shape, b = self.shape, self.bytes_per_value
         keys = shape.linear_key_heads * shape.linear_head_dim
         values = shape.linear_value_heads * shape.linear_head_dim
@@ -136,7 +137,7 @@ class Activations:
             return 0.0
         return (3 if self.lora_width else 4) * self.shape.mlp * self.bytes_per_value
 
-    def _experts(self) -> float:
+    def experts(self) -> float:
         """Router, its sort, and of each chosen expert: input, gate and up, activation, product, output."""
         shape, b = self.shape, self.bytes_per_value
         router = 4 * shape.experts + 4

@@ -12,10 +12,13 @@ three on the host, "optimizer" the moments). On top, the largest of four moments
 
 FSDP holds two layers gathered in compute precision, and the root (embeddings, output layer) all along. What autograd keeps
 of a layer: data/activations.py, read off transformers' modules and held against saved-tensor hooks and the allocator of an
-H200 (docs/planning.md). `slack`: the allocator's rounding, and what is small. Pure CPU.
+H200 (docs/planning.md). `slack`: the allocator's rounding, and what is small. Pure CPU. backend="megatron" holds other
+things: data/stage_memory.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from longspan.data.activations import Activations
 from longspan.data.cost import Recompute
@@ -27,6 +30,40 @@ HEAD_CHUNK_BYTES = 1200 * 2**20  # objective/chunks.py on CUDA
 CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and NCCL workspaces: outside the allocator
 ROOM = 0.94  # share of a GPU's memory to plan with: the rest is fragments and what the model does not see
 HOST_BUCKETS = 2 * 256 * 2**20  # bytes of parameters whose moments are on the device at a time: fsdp/host_optimizer.py
+
+
+class Parts(Protocol):
+    """What a budget is searched with."""
+
+    def parts(self, tokens: int, size: int = 1) -> dict[str, float]:
+        """Bytes by cause at the peak."""
+        ...
+
+    def peak(self, tokens: int, size: int = 1) -> float:
+        """Their sum."""
+        ...
+
+
+def token_budget(model: Parts, memory_gib: float, *, size: int, where: str, ways: Callable[[float], str]) -> int:
+    """Most tokens a rank may hold in one micro-step within ROOM of the memory. Refuses where not even 128 fit: `where`
+    names the ranks, `ways` what would help beside more memory, from the bytes there are."""
+    room = (ROOM * memory_gib - CONTEXT_GIB) * GIB
+    least = 128
+    if model.peak(least, size) > room:
+        need = (model.peak(least, size) / GIB + CONTEXT_GIB) / ROOM
+        parts = model.parts(least, size)
+        largest = ", ".join(f"{n} {parts[n] / GIB:.1f}" for n in sorted(parts, key=lambda n: -parts[n])[:3])
+        raise UserError(
+            f"{memory_gib:.1f} GiB a GPU are too little for this model on {where}: {need:.1f} GiB with {least} tokens "
+            f"({largest}). Use at least {need:.1f} GiB, {ways(room)}."
+        )
+    low, high = least, 2 * least
+    while model.peak(high, size) <= room and high < 2**31:
+        low, high = high, 2 * high
+    while high - low > max(1, low // 256):
+        middle = (low + high) // 2
+        low, high = (middle, high) if model.peak(middle, size) <= room else (low, middle)
+    return low // 128 * 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +137,10 @@ class MemoryModel:
 
     def budget(self, memory_gib: float, *, size: int = 1) -> int:
         """Most tokens a rank may hold in one micro-step within ROOM of the memory; refuses where not even 128 fit."""
-        room = (ROOM * memory_gib - CONTEXT_GIB) * GIB
-        least = 128
-        if self.peak(least, size) > room:
-            need = (self.peak(least, size) / GIB + CONTEXT_GIB) / ROOM
-            raise UserError(
-                f"{memory_gib:.1f} GiB a GPU are too little for this model on {self.num_ranks} ranks: {need:.1f} GiB "
-                f"with {least} tokens ({self._largest(least, size)}). Use at least {need:.1f} GiB, "
-                f"{self._enough_ranks(room)}, or offload=('optimizer', 'parameters')."
-            )
-        low, high = least, 2 * least
-        while self.peak(high, size) <= room and high < 2**31:
-            low, high = high, 2 * high
-        while high - low > max(1, low // 256):
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.peak(middle, size) <= room else (low, middle)
-        return low // 128 * 128
+        return token_budget(self, memory_gib, size=size, where=f"{self.num_ranks} ranks", ways=self._ways)
 
-    def _largest(self, tokens: int, size: int) -> str:
-        parts = self.parts(tokens, size)
-        names = sorted(parts, key=lambda name: -parts[name])[:3]
-        return ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in names)
+    def _ways(self, room: float) -> str:
+        return f"{self._enough_ranks(room)}, or offload=('optimizer', 'parameters')"
 
     def _enough_ranks(self, room: float) -> str:
         sharded = sum(self._static().values()) * self.num_ranks

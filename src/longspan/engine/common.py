@@ -1,5 +1,6 @@
 """What every backend does alike: to an adapter before it spreads its parameters, to an optimizer, a checkpoint, an export."""
 
+import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from longspan.models.lora import adapter_of, merge_weights, write_adapter
 from longspan.models.mtp import mtp_exported
 
 __all__ = [
-    "check_finite", "check_lora", "check_shapes", "empty_settings", "export_weights", "make_value_head", "owners_of", "pick_adapter",
-    "set_mtp", "use_settings", "zero_slots",
+    "check_finite", "check_lora", "check_shapes", "empty_settings", "export_weights", "frozen_names", "make_value_head", "owners_of",
+    "pick_adapter", "set_mtp", "use_settings", "zero_slots",
 ]  # fmt: skip
 
 
@@ -51,6 +52,25 @@ def set_mtp(adapter: Adapter, config: EngineConfig) -> None:
     if adapter.mtp is not None:
         adapter.mtp.steps, adapter.mtp.joint = config.mtp_steps, config.mtp_joint
         adapter.mtp.requires_grad_(config.mtp_steps > 0)
+
+
+def frozen_names(freeze: Iterable[str], adapter: Adapter, names: Collection[str]) -> set[str]:
+    """Names by part or by fnmatch pattern; a name that matches nothing is an error."""
+    parts, frozen = adapter.parts(), set()
+    for entry in freeze:
+        matched = {
+            name
+            for name in names
+            if (any(name.startswith(p) for p in parts[entry]) if entry in parts else fnmatch.fnmatch(name, entry))
+        }
+        if not matched:
+            raise UserError(
+                f"freeze={entry!r} matches no parameter. Parts of this model: {sorted(parts)}; or use a name pattern"
+            )
+        frozen |= matched
+    if frozen == set(names):
+        raise UserError(f"freeze={freeze} leaves nothing to train")
+    return frozen
 
 
 def pick_adapter(adapters: Collection[str], name: str | None) -> str | None:

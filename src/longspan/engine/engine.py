@@ -69,12 +69,12 @@ ROUTES = "routed_experts"  # sample field [L, layers, k]: experts to replay
 class Engine:
     """One model under one layout. Build with `Engine.build(config)` inside every rank."""
 
-    def __init__(self, config: EngineConfig, adapter: Adapter, mesh: Mesh, backend: Backend) -> None:
+    def __init__(self, config: EngineConfig, adapter: Adapter, mesh: Mesh, backend: Backend, why: str = "") -> None:
         self.config = config
         self.adapter = adapter
         self.mesh = mesh
         self.backend = backend
-        self.planner = Planner(config, adapter, mesh)
+        self.planner = Planner(config, adapter, mesh, why)
         self.builder = StepBuilder(config, adapter, mesh, DTYPES[config.dtype])
         self.dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self.step = 0
@@ -94,8 +94,9 @@ class Engine:
         master = torch.float64 if config.dtype == "float64" else torch.float32
         adapter = LOADERS[config.backend](config.model, master, config.seed)
         heads, kv_heads = heads_per_rank(config.layout, adapter)
+        choice = mixer_choice(config, adapter)
         layout = resolve(
-            mixer_choice(config, adapter).layout,
+            choice.layout,
             heads=heads,
             kv_heads=kv_heads,
             recurrent=adapter.recurrent,
@@ -105,7 +106,7 @@ class Engine:
         if reason := adapter.linear_refusal(layout.linear, layout.cp):
             raise UserError(reason)
         mesh = Mesh(layout, ranks=here.ranks, rank=here.rank, device=here.device)
-        return cls(config, adapter, mesh, BACKENDS[config.backend](config, adapter, mesh))
+        return cls(config, adapter, mesh, BACKENDS[config.backend](config, adapter, mesh), choice.why)
 
     @property
     def rank(self) -> int:

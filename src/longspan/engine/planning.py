@@ -10,22 +10,23 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import nn
 
-from longspan.data import Limits, Plan, lower_bound, make_plan, makespan
+from longspan.data import Limits, Plan, lower_bound, make_plan, makespan, row_tokens
 from longspan.data.cost import CostModel
 from longspan.data.machine import Machine
-from longspan.data.memory import MemoryModel
 from longspan.data.plan import Cost, default_cost
 from longspan.data.shape import ModelShape
+from longspan.data.stage_memory import StageMemory
 from longspan.engine.batch import Batch
-from longspan.engine.config import DTYPES, EngineConfig
+from longspan.engine.config import EngineConfig
+from longspan.engine.memory import peak_gib
+from longspan.engine.memory_model import WIDTHS, memory_model
 from longspan.engine.mixer_choice import MixerChoice, choose_mixer
+from longspan.engine.pipelines import Played, cut_of, plan_stages, play, slowest_stage
 from longspan.engine.watch import Call, Watch, signals
 from longspan.errors import UserError
 from longspan.layout import Layout, Mesh
 from longspan.layout.resolve import ulysses_refusal
-from longspan.mixers.deltanet_choose import choose_delta_kernel
 from longspan.models.adapter import Adapter
 
 __all__ = ["Planner", "cp_sizes", "heads_per_rank", "mixer_choice"]
@@ -34,20 +35,21 @@ log = logging.getLogger("longspan.plan")
 
 CPU_BUDGET = 8192  # tokens a rank under max_tokens_per_rank="auto" without a GPU: small models, host memory
 SHARES = 64  # steps in which the share of visual tokens is rounded up: a budget is searched once for each
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2}
 MACHINE = "h200"  # whose constants rank mixers and plans where none are named: only their ratios matter then
 
 
 class Planner:
-    """Makes plans for one engine."""
+    """Makes plans for one engine. why: a sentence about the mixer, where it was chosen."""
 
-    def __init__(self, config: EngineConfig, adapter: Adapter, mesh: Mesh) -> None:
+    def __init__(self, config: EngineConfig, adapter: Adapter, mesh: Mesh, why: str = "") -> None:
         self.layout = mesh.layout
         self.ranks = mesh.data_ranks
         self.budget = config.max_tokens_per_rank
         self.sizes = cp_sizes(mesh.layout, adapter, mesh.data_ranks) if config.dynamic_cp else None
         self.lead = mesh.rank == 0
-        self.why = mixer_choice(config, adapter).why
+        self.stage, first = divmod(mesh.rank, mesh.data_ranks * mesh.layout.tp)
+        self.stage_lead = first == 0  # memory differs by stage: each one's first rank speaks of its own
+        self.why = why
         if self.lead and self.why:
             log.info(self.why)
 
@@ -60,7 +62,8 @@ class Planner:
         self._budgets: dict[float, int] = {}  # tokens a rank under "auto", by the share of visual tokens
         if self.budget == "auto":
             self.limits([1])  # a model that the GPU cannot hold is refused here, not in the first call
-        self.watch = Watch(None if self.model is None else self.model.machine.name, mesh.device.type)
+        stage = self.stage if self.layout.pp > 1 else None
+        self.watch = Watch(None if self.model is None else self.model.machine.name, mesh.device.type, stage)
         self._before = signals()
 
     def limits(self, lengths: list[int], visual_share: float = 0.0) -> Limits:
@@ -79,67 +82,109 @@ class Planner:
 
     def plan(self, batch: Batch) -> Plan:
         self._before = signals()
-        cost, step_cost = self._cost(batch)
-        return make_plan(batch.lengths, self._limits(batch), cost, step_cost=step_cost)
+        limits, cost = self._limits(batch), self._cost(batch)
+        if isinstance(cost, CostModel) and not cost.sharded:
+            return plan_stages(batch.lengths, limits, cost, self.layout, media=_sees(batch))[0]
+        return make_plan(batch.lengths, limits, cost, step_cost=_step_cost(cost))
 
     def observe(self, batch: Batch, plan: Plan, seconds: float) -> dict[str, float]:
-        """plan/* metrics: what was predicted beside what was measured, and how long ranks waited for each other.
+        """plan/* metrics: what was predicted beside what was measured, and how long ranks waited for each other: of a
+        pipeline, bubble_share is the part of idle_share in which the busiest rank waits for other stages.
 
         Rank 0 logs a warning with the likeliest reason where they part (watch.py).
         """
-        lengths = batch.lengths
-        cost, step_cost = self._cost(batch)
-        units = makespan(plan, lengths, cost, step_cost=step_cost)
-        rows = [row for rows in plan.micro_steps for row in rows]
-        work = sum(row.size * cost(lengths[i], row.size) for row in rows for i in row.samples)
-        busy = work + self.ranks * step_cost * len(plan.micro_steps)
+        cost = self._cost(batch)
+        played = self._played(batch, plan, cost)
+        bound = lower_bound(batch.lengths, self._limits(batch), self._bottleneck(batch, cost))
         report = {
             "plan/micro_steps": float(len(plan.micro_steps)),
-            "plan/predicted_s": self.watch.predicted_s(units),
+            "plan/predicted_s": self.watch.predicted_s(played.makespan_s),
             "plan/measured_s": seconds,
-            "plan/idle_share": max(0.0, 1.0 - busy / (self.ranks * units)),
-            "plan/over_bound": units / max(lower_bound(lengths, self._limits(batch), cost), 1e-30),
+            "plan/idle_share": max(
+                0.0, 1.0 - sum(played.busy_s) / (self.ranks * len(played.busy_s) * played.makespan_s)
+            ),
+            "plan/over_bound": played.makespan_s / max(bound, 1e-30),
         }
-        said = self.watch.see(self._call(batch, plan, cost, units=units, seconds=seconds))
-        if said and self.lead:
+        if self.layout.pp > 1:
+            report["plan/bubble_share"] = played.bubble_share
+        call = self._call(batch, plan, cost, played=played, seconds=seconds)
+        said = self.watch.see(call)
+        if said and (self.lead or (self.stage_lead and call.after.retries > call.before.retries)):
             log.warning(said)
         return report
 
-    def _call(self, batch: Batch, plan: Plan, cost: Cost, *, units: float, seconds: float) -> Call:
+    def _played(self, batch: Batch, plan: Plan, cost: Cost) -> Played:
+        """The plan on the clock of its backend; without a cost model, stages are taken as one."""
+        if isinstance(cost, CostModel) and not cost.sharded:
+            return play(plan, batch.lengths, cost, self.layout, media=_sees(batch))
+        step_cost = _step_cost(cost)
+        whole = makespan(plan, batch.lengths, cost, step_cost=step_cost)
+        rows = [row for rows in plan.micro_steps for row in rows]
+        work = sum(row.size * cost(batch.lengths[i], row.size) for row in rows for i in row.samples)
+        return Played(whole, (work + self.ranks * step_cost * len(plan.micro_steps),), whole)
+
+    def _bottleneck(self, batch: Batch, cost: Cost) -> Cost:
+        return slowest_stage(cost, batch.lengths, self.layout.cp) if isinstance(cost, CostModel) else cost
+
+    def _call(self, batch: Batch, plan: Plan, cost: Cost, *, played: Played, seconds: float) -> Call:
         steps = len(plan.micro_steps)
         return Call(
-            modelled_s=units,
+            modelled_s=played.makespan_s,
             measured_s=seconds,
             parts=_parts(batch, plan, cost) if isinstance(cost, CostModel) else {},
-            layer_s=units / (steps * self.shape.layers),
+            layer_s=played.makespan_s * self.layout.pp / (steps * self.shape.layers),
             traffic_s=0.0 if self.model is None else steps * self.model.traffic_s,
             before=self._before,
             after=signals(),
+            bubble_share=played.bubble_share,
+            memory=self._memory(batch, plan) if self.room_gib is not None else None,
         )
+
+    def _memory(self, batch: Batch, plan: Plan) -> tuple[float, float]:
+        """GiB at the peak of this rank: what the memory model says of the fullest row of a plan, and the allocator's."""
+        index = self.layout.index
+        rows = [(row, [batch.lengths[i] for i in row.samples]) for rows in plan.micro_steps for row in rows]
+        tokens, size = max((row_tokens(lengths, row.size, index), row.size) for row, lengths in rows)
+        model = self.memory_of(sum(map(sum, batch.media_tokens)) / sum(batch.lengths))
+        peak = model.peak(tokens, size)
+        if isinstance(model, StageMemory):
+            peak = sum(model.by_rank(tokens, size)[self.stage].values())
+        return peak / 2**30, peak_gib()
 
     def _limits(self, batch: Batch) -> Limits:
         shares = [sum(media) / length for media, length in zip(batch.media_tokens, batch.lengths, strict=True)]
         return self.limits(batch.lengths, max(shares))  # any micro-step may consist of the samples that see most
 
-    def _cost(self, batch: Batch) -> tuple[Cost, float]:
-        """Time of a sample at a CP size, and of a micro-step as such."""
+    def _cost(self, batch: Batch) -> Cost:
+        """Time of a sample at a CP size."""
         if self.model is None:
-            return default_cost, 1024.0  # of default_cost's unit, tokens
+            return default_cost
         total = sum(batch.lengths)
         trained = sum(int(row["needed"].sum()) for row in batch.tensors) / total
         visual = sum(map(sum, batch.media_tokens)) / total
-        model = replace(self.model, trained_share=trained, visual_share=visual)
-        return model, model.step_s
+        return replace(self.model, trained_share=trained, visual_share=visual)
+
+
+def _step_cost(cost: Cost) -> float:
+    """Time of a micro-step as such; without a model in default_cost's unit, tokens."""
+    return cost.step_s if isinstance(cost, CostModel) else 1024.0
+
+
+def _sees(batch: Batch) -> bool:
+    """Whether any sample has media."""
+    return any(map(sum, batch.media_tokens))
 
 
 def _parts(batch: Batch, plan: Plan, model: CostModel) -> dict[str, float]:
-    """Modelled rank-seconds by cause."""
-    found = {"micro-steps": model.num_ranks * model.step_s * len(plan.micro_steps)}
+    """Modelled rank-seconds by cause, of all stages."""
+    stages = model.stages()
+    found = {"micro-steps": model.num_ranks * sum(stage.step_s for stage in stages) * len(plan.micro_steps)}
     for size in sorted({row.size for rows in plan.micro_steps for row in rows}):
         rows = [row for rows in plan.micro_steps for row in rows if row.size == size]
         lengths = np.array([batch.lengths[i] for row in rows for i in row.samples], dtype=np.float64)
-        for name, values in model.parts(lengths, size).items():
-            found[name] = found.get(name, 0.0) + size * float(values.sum())
+        for stage in stages:
+            for name, values in stage.parts(lengths, size).items():
+                found[name] = found.get(name, 0.0) + size * float(values.sum())
     return found
 
 
@@ -161,40 +206,6 @@ def mixer_choice(config: EngineConfig, adapter: Adapter) -> MixerChoice:
     )
 
 
-def memory_model(
-    shape: ModelShape,
-    config: EngineConfig,
-    adapter: Adapter,
-    ranks: int,
-    device: torch.device,
-    visual_share: float = 0.0,
-) -> MemoryModel:
-    """What this engine keeps: what is frozen has no gradient and no moments."""
-    parameters = list(adapter.model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return MemoryModel(
-        shape,
-        ranks,
-        config.recompute,
-        config.offload,
-        bytes_per_value=WIDTHS[config.dtype],
-        trainable_share=trained / max(shape.weights, trained),
-        head_trained=adapter.head()[0].requires_grad,
-        visual_share=visual_share,
-        lora_width=lora_width(adapter.units()[0]),
-        compile=config.compile,
-        ep=config.layout.ep,
-        mlp_tile=config.mlp_tile,
-        plain_delta=choose_delta_kernel(device, DTYPES[config.dtype]).name != "fla",
-    )
-
-
-def lora_width(layer: nn.Module) -> int:
-    """Inputs and ranks of the linear layers of `layer` that carry LoRA factors, summed; 0 without."""
-    factors = [module for name, module in layer.named_modules() if ".lora_A." in name and isinstance(module, nn.Linear)]
-    return sum(factor.in_features + factor.out_features for factor in factors)
-
-
 def _cost_model(shape: ModelShape, config: EngineConfig, layout: Layout, ranks: int, machine: str) -> CostModel:
     return CostModel(
         shape,
@@ -208,6 +219,8 @@ def _cost_model(shape: ModelShape, config: EngineConfig, layout: Layout, ranks: 
         ep=layout.ep,
         offload=config.offload,
         bytes_per_value=WIDTHS[config.dtype],
+        sharded=config.backend == "fsdp",
+        cut=cut_of(layout),
     )
 
 

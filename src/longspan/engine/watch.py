@@ -19,6 +19,9 @@ __all__ = ["Call", "Signals", "Watch", "signals"]
 TOLERANCE = 0.2
 SETTLED = 3  # calls after the first, before the run's own factor replaces the constants
 MEMORY = 16  # calls whose factors are remembered
+WAITING = (
+    0.1  # share of the prediction from which waiting for stages, or for tensor-parallel ranks, is the likeliest reason
+)
 AGAIN = 100  # calls until the same reason is said again
 ISSUE_S = 3e-3  # host time to issue one eager layer's forward and backward: with less device work the host is the limit
 
@@ -48,13 +51,15 @@ class Call:
     traffic_s: float  # FSDP's traffic of a rank, as if nothing hid it; 0 on one rank
     before: Signals
     after: Signals
+    bubble_share: float = 0.0  # of the modelled time, in which the busiest pipeline rank waits for other stages
+    memory: tuple[float, float] | None = None  # GiB at this rank's peak, modelled and measured; None on a CPU
 
 
 class Watch:
-    """Predicts the calls of one engine. machine: the name of its constants, None without."""
+    """Predicts the calls of one engine. machine: the name of its constants, None without. stage: this rank's of a pipeline."""
 
-    def __init__(self, machine: str | None, device: str) -> None:
-        self.machine, self.device = machine, device
+    def __init__(self, machine: str | None, device: str, stage: int | None = None) -> None:
+        self.machine, self.device, self.stage = machine, device, stage
         self._factors: deque[float] = deque(maxlen=MEMORY)
         self._calls = 0
         self._said: dict[str, int] = {}
@@ -91,10 +96,7 @@ class Watch:
             graphs = call.after.graphs - call.before.graphs
             return "compile", f"torch.compile made {graphs} graphs for lengths that it had not seen"
         if call.after.retries > call.before.retries:
-            return (
-                "memory",
-                "the GPU's memory is full and the allocator had to give blocks back; lower max_tokens_per_rank",
-            )
+            return "memory", self._of_memory(call)
         if (
             len(self._factors) > SETTLED
             and abs(call.measured_s / call.modelled_s / median(self._factors) - 1) > TOLERANCE
@@ -105,10 +107,22 @@ class Watch:
                 f"the host, which needs longer to issue a layer than the GPU to run it ({call.layer_s * 1e3:.2g} ms). Raise "
                 "max_tokens_per_rank or set compile=True"
             )
+        if slow and call.bubble_share > WAITING:
+            return "pipeline", (
+                f"waiting for other pipeline stages: the plan counts {call.bubble_share:.0%} of the call as the pipeline's bubble, and "
+                "a stage that starts late or is slower than its share makes all others wait. More, smaller micro-steps fill "
+                "a pipeline better: lower max_tokens_per_rank"
+            )
         if slow and call.traffic_s:
             return "traffic", (
                 f"waiting for other ranks: of FSDP's traffic ({call.traffic_s:.2g} s a call) the plan counts little as visible, and "
                 "ranks that start late are not in it. A profile of one call shows where the device is idle"
+            )
+        tensor = call.parts.get("tensor", 0.0) / max(sum(call.parts.values()), 1e-30)
+        if slow and tensor > WAITING:
+            return "tensor", (
+                f"waiting for other tensor-parallel ranks: they meet four times a layer, which is {tensor:.0%} of the prediction, and "
+                "ranks that start late are not in it. tp within one node's fast links, or a smaller tp, waits less"
             )
         part = max(call.parts, key=lambda name: call.parts[name])
         share = call.parts[part] / max(sum(call.parts.values()), 1e-30)
@@ -117,3 +131,12 @@ class Watch:
             f"call after the next {SETTLED} on the run's own times count; `longspan bench --calibrate FILE.json` measures this machine, and "
             "EngineConfig(machine=FILE) uses it"
         )
+
+    def _of_memory(self, call: Call) -> str:
+        where = "" if self.stage is None else f" of pipeline stage {self.stage}"
+        said = (
+            ""
+            if call.memory is None
+            else " (the memory model says {:.1f} GiB, the peak is {:.1f})".format(*call.memory)
+        )
+        return f"the GPU's memory{where} is full{said} and the allocator had to give blocks back; lower max_tokens_per_rank"

@@ -4,19 +4,18 @@ Weights in safetensors are read a piece at a time (models/skeleton.py): a rank h
 "tiny:" model or a GGUF file are whole in memory at first; the decoder gives them up when this rank's parts are copied.
 """
 
-import fnmatch
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.engine.common import check_lora, make_value_head, set_mtp
+from longspan.engine.common import check_lora, frozen_names, make_value_head, set_mtp
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.model import Stage
 from longspan.engine.megatron.moe import cut_columns
-from longspan.engine.megatron.shape import Shape, refuse_auto_budget, shape_of
+from longspan.engine.megatron.shape import Shape, shape_of
 from longspan.engine.megatron.weights import Entry, chunk_table, join, take, take_within
 from longspan.errors import UserError
 from longspan.layout import CPGroup, Mesh
@@ -43,7 +42,6 @@ class Built:
 
 def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Groups) -> Built:
     """Collective only in the device meshes."""
-    refuse_auto_budget(config, mesh.device)
     shape = shape_of(config, adapter, mesh.layout)
     check_lora(config)
     set_mtp(adapter, config)
@@ -56,7 +54,7 @@ def build_chunks(config: EngineConfig, adapter: Adapter, mesh: Mesh, groups: Gro
     whole |= {} if value_head is None else {f"value_head.{name}": p for name, p in value_head.named_parameters()}
     whole |= {} if adapter.mtp is None else {f"mtp.{name}": p for name, p in adapter.mtp.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
-    frozen = _frozen(config.freeze, adapter, list(shapes))
+    frozen = frozen_names(config.freeze, adapter, list(shapes))
     frozen |= set() if config.mtp_steps else {name for name in whole if name.startswith("mtp.")}
     if routing is not None:
         frozen |= {name for name, parameter in whole.items() if not parameter.requires_grad}
@@ -119,25 +117,6 @@ def _release(adapter: Adapter, chunks: nn.Module) -> None:
         if id(module) not in kept:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 module.register_parameter(name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
-
-
-def _frozen(freeze: tuple[str, ...], adapter: Adapter, names: list[str]) -> set[str]:
-    """Names by part or by fnmatch pattern; a name that matches nothing is an error."""
-    parts, frozen = adapter.parts(), set()
-    for entry in freeze:
-        matched = {
-            name
-            for name in names
-            if (any(name.startswith(p) for p in parts[entry]) if entry in parts else fnmatch.fnmatch(name, entry))
-        }
-        if not matched:
-            raise UserError(
-                f"freeze={entry!r} matches no parameter. Parts of this model: {sorted(parts)}; or use a name pattern"
-            )
-        frozen |= matched
-    if frozen == set(names):
-        raise UserError(f"freeze={freeze} leaves nothing to train")
-    return frozen
 
 
 def _freeze(chunks: nn.Module, table: dict[str, Entry], frozen: set[str]) -> None:

@@ -15,7 +15,7 @@ from longspan.mixers.linear import DeltaShape, heads_refusal
 from longspan.models.adapter import Adapter
 from longspan.models.experts import EXPERT_CLASSES, expert_modules
 
-__all__ = ["Shape", "own_delta", "refuse_auto_budget", "shape_of"]
+__all__ = ["Shape", "divides", "own_delta", "shape_of"]
 
 FAMILIES = (
     "LlamaForCausalLM",
@@ -157,15 +157,6 @@ def _refuse_settings(config: EngineConfig, layout: Layout) -> None:
     ):
         if wanted:
             raise UserError(f"{what} is not built for backend='megatron'. {way_out}")
-
-
-def refuse_auto_budget(config: EngineConfig, device: torch.device) -> None:
-    """The memory model (data/memory.py) knows FSDP's shards, no tp and no pp. On a CPU "auto" asks it nothing."""
-    if config.max_tokens_per_rank == "auto" and device.type == "cuda":
-        raise UserError(
-            "max_tokens_per_rank='auto' on a GPU asks a memory model that knows the fsdp backend only, and backend='megatron' "
-            "would run out of memory by it. Set max_tokens_per_rank to a number of tokens"
-        )
 
 
 def _refuse_sizes(adapter: Adapter, layout: Layout, shape: Shape, mtp_steps: int) -> None:

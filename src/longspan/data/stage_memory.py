@@ -1,0 +1,189 @@
+"""Memory model of backend="megatron": peak bytes of one rank under tp, pp, vpp and ep, by cause; of all pipeline ranks the
+one that holds most.
+
+Always there, of a rank's own weights (data/stages.py), M = 4 (8 in fp64) bytes each:
+
+    parameters  what computes (b) and its master (M) where b is less; nothing is cut over data ranks
+    gradients   one accumulator (M) a trained weight: parameter.grad, under bf16 the fp32 sums of backend.py
+    optimizer   moments (M each) of one slice: 1 / (dp * cp), experts 1 / (dp * cp / ep) (zero.py)
+
+On top, the largest of four moments of each pipeline rank, which holds n = flights[rank] (micro-step, chunk) pairs at most:
+
+    head   last rank: n pairs, the output layer's weight gathered over tp (V E b), the final norm and hidden states of all
+           tokens, one chunk of fp32 logits, the output layer's gradient in fp32 (the head forms it in its forward)
+    layer  n pairs, what the layer whose backward runs makes again, its gradients, the head's rows of V / tp
+    end    n - 1 pairs, the first layer of a chunk in its backward, gradients (b) of the whole chunk under bf16, where they
+           wait for the fp32 sums until the chunk is done; in master precision they are added as they appear
+    step   no activation: gradients summed into slices, of which the norm squares the largest in fp64 (16 bytes a number);
+           later, the accumulators gone, slices, their clipped copies and AdamW's square roots (3 M)
+
+In bytes: `data_ranks` = dp * cp. Pure CPU.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from longspan.data.cost import Recompute
+from longspan.data.memory import HEAD_CHUNK_BYTES, token_budget
+from longspan.data.shape import ModelShape
+from longspan.data.stage_activations import StageActivations
+from longspan.data.stages import Cut, OwnWeights, own_weights
+
+__all__ = ["StageMemory", "Trained"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Shares of the weights that get a gradient."""
+
+    layers: float = 1.0
+    embeddings: bool = True  # and the output layer
+    vision: float = 1.0
+
+    def of(self, own: OwnWeights) -> OwnWeights:
+        return OwnWeights(
+            own.layers * self.layers,
+            own.experts * self.layers,
+            own.embeddings * self.embeddings,
+            own.vision * self.vision,
+        )
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of a rank. `parts` by cause on the fullest pipeline rank; `peak` their sum."""
+
+    shape: ModelShape
+    cut: Cut
+    data_ranks: int
+    flights: tuple[int, ...]  # of each pipeline rank (engine/pipelines.py plays the schedule for it)
+    recompute: Recompute = "selective"
+    bytes_per_value: int = 2
+    trained: Trained = Trained()
+    moments_per_weight: int = 2  # 2 AdamW, 0 plain SGD
+    visual_share: float = 0.0
+    ep: int = 1
+    lora_columns: int = 0
+    lora_rows: int = 0
+    plain_delta: bool = False
+    head_chunk_bytes: int = HEAD_CHUNK_BYTES
+    slack: float = 0.01
+
+    @cached_property
+    def activations(self) -> StageActivations:
+        """What autograd keeps a token."""
+        return StageActivations(
+            self.shape, self.cut, self.bytes_per_value, self.lora_columns, self.lora_rows, self.plain_delta
+        )
+
+    def parts(self, tokens: int, size: int = 1) -> dict[str, float]:
+        """By cause at the peak of the fullest pipeline rank."""
+        return max(self.by_rank(tokens, size), key=lambda parts: sum(parts.values()))
+
+    def peak(self, tokens: int, size: int = 1) -> float:
+        """With `tokens` tokens of a row of `size` data ranks on each tensor-parallel rank (pads included)."""
+        return sum(self.parts(tokens, size).values())
+
+    def by_rank(self, tokens: int, size: int = 1) -> list[dict[str, float]]:
+        """`parts` of every pipeline rank."""
+        found = []
+        for rank in range(self.cut.pp):
+            moments = self.moments(tokens, size, rank=rank).values()
+            parts = self.static(rank) | max(moments, key=lambda parts: sum(parts.values()))
+            found.append(parts | {"slack": self.slack * sum(parts.values())})
+        return found
+
+    def budget(self, memory_gib: float, *, size: int = 1) -> int:
+        """As MemoryModel.budget."""
+        cut = self.cut
+        where = f"tp={cut.tp}, pp={cut.pp}, {self.data_ranks} data ranks"
+        return token_budget(self, memory_gib, size=size, where=where, ways=lambda room: "more tp, pp, ep or dp")
+
+    def static(self, rank: int) -> dict[str, float]:
+        """What a pipeline rank always holds."""
+        own, wide, b = self._own(rank), self._wide, self.bytes_per_value
+        trained = self.trained.of(own)
+        slices = trained.shared / self.data_ranks + trained.experts * self.ep / self.data_ranks
+        return {
+            "parameters": own.total * (wide + (b if b < wide else 0)),
+            "gradients": trained.total * wide,
+            "optimizer": self.moments_per_weight * wide * slices,
+        }
+
+    def moments(self, tokens: int, size: int = 1, *, rank: int) -> dict[str, dict[str, float]]:
+        """Beside what is always there: bytes by cause at each moment that may be the peak."""
+        flights, b = self.flights[rank], self.bytes_per_value
+        trained = self.trained.of(self._own(rank))
+        one = tokens * (self.activations.kept(self.recompute, size) + self.activations.between())
+        vision = self._vision(tokens) if rank == 0 else 0.0
+        backward = tokens * self.activations.backward(self.recompute, size)
+        layer = (trained.layers + trained.experts) / max(1.0, self.shape.layers / self.cut.pp) * b
+        held = trained.embeddings * b if rank == self.cut.pp - 1 else 0.0
+        wide = self.bytes_per_value < self._wide
+        chunk = b * (trained.total / self.cut.vpp if wide else 0.0)
+        kept = {"activations": flights * one, "vision": flights * vision}
+        found = {
+            "layer": kept
+            | {"layer": backward, "layer gradients": layer + held, "exchange": self._exchange(tokens, size)},
+            "end": {
+                "activations": (flights - 1) * one,
+                "vision": flights * vision,
+                "layer": backward,
+                "layer gradients": chunk + self._largest(rank) * (self._wide if wide else b),
+            },
+            "step": self._step(rank),
+        }
+        if rank == self.cut.pp - 1:
+            found["head"] = kept | {"head": self._head(tokens)}
+        return found
+
+    @property
+    def _wide(self) -> int:
+        return max(4, self.bytes_per_value)
+
+    def _own(self, rank: int) -> OwnWeights:
+        return own_weights(self.shape, self.cut, rank, self.ep)
+
+    def _largest(self, rank: int) -> float:
+        """Weights of a rank's largest trained matrix: rows of the vocabulary, all experts' gate and up, or an MLP's."""
+        shape, own = self.shape, self.cut.own(self.shape)
+        ends = rank in (0, self.cut.pp - 1) and self.trained.embeddings
+        vocabulary = -(-shape.vocab // self.cut.tp) * shape.hidden if ends else 0
+        experts = shape.experts // self.ep * 2 * own.expert_mlp * shape.hidden
+        of_layer = experts or 2 * own.mlp * shape.hidden
+        return max(float(vocabulary), of_layer * self.trained.layers)
+
+    def _step(self, rank: int) -> dict[str, float]:
+        trained, wide = self.trained.of(self._own(rank)), self._wide
+        slices = trained.shared / self.data_ranks + trained.experts * self.ep / self.data_ranks
+        largest = self._largest(rank)
+        summed = slices * wide + max(largest * 16 / self.data_ranks, largest * wide * (1 + 1 / self.data_ranks))
+        return {"step": max(summed, 3 * slices * wide - trained.total * wide)}
+
+    def _head(self, tokens: int) -> float:
+        """Hidden states whole and their gradient; the final norm on this rank's rows; logits; weight and its gradient."""
+        shape, b, wide, cut = self.shape, self.bytes_per_value, self._wide, self.cut
+        rows = cut.rows * shape.hidden * (4 + b + (b if cut.sequence_parallel else 0))
+        per_token = 2 * shape.hidden * b + rows + 6 * wide
+        matrix = shape.vocab * shape.hidden
+        chunk = min(self.head_chunk_bytes, tokens * shape.vocab * wide)
+        gathered = matrix * b if cut.tp > 1 else 0.0
+        gradient = matrix * wide if self.trained.embeddings else 0.0
+        return tokens * per_token + gathered + gradient + max(chunk, gradient * b / wide)
+
+    def _exchange(self, tokens: int, size: int) -> float:
+        if size == 1:
+            return 0.0
+        own = self.cut.own(self.shape)
+        return 2.0 * tokens * (own.heads + 2 * max(own.kv_heads, size)) * own.head_dim * self.bytes_per_value
+
+    def _vision(self, tokens: int) -> float:
+        """Of one micro-step on the first stage: the tower is never run again, its features are placed whole."""
+        vision, b = self.shape.vision, self.bytes_per_value
+        if vision is None or not self.visual_share:
+            return 0.0
+        pixels = vision.patch_values * (4 + b) + 3 * vision.hidden * b
+        patch = self.activations.inner.vision_patch("none") + pixels
+        features = (1 + vision.deepstack) * 2 * self.shape.hidden * b
+        deepstack = vision.deepstack * self.cut.rows * self.shape.hidden * b
+        return tokens * (self.visual_share * (vision.merge * patch + features) + deepstack)

@@ -1,0 +1,145 @@
+"""What the pipeline's schedule means for memory and time, against counts and makespans worked out by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from longspan.data import Limits, Plan, Row, make_plan
+from longspan.data.cost import CostModel
+from longspan.data.machine import Machine
+from longspan.data.shape import ModelShape
+from longspan.data.stages import Cut, own_weights
+from longspan.engine import pipelines
+from longspan.engine.pipelines import cut_of, in_flight, plan_stages, play
+from longspan.layout import Layout, parse_layout
+
+# a head of next to nothing, no launches, no travel: all stages take the same time
+EVEN = replace(Machine.load("h200"), head_flops=1e30, launch_s=1e-15, exchange_bytes_s=1e30, latency_s=1e-15)
+SHAPE = ModelShape(hidden=2048, layers=24, heads=16, kv_heads=8, head_dim=128, mlp=6144, vocab=151936)
+LENGTH = 8192
+
+
+def model(layout: Layout, machine: Machine = EVEN, shape: ModelShape = SHAPE, **settings) -> CostModel:
+    return CostModel(shape, machine, layout.dp * layout.cp, sharded=False, cut=cut_of(layout), ep=layout.ep, **settings)
+
+
+def steps(count: int, ranks: int = 1) -> Plan:
+    rows = [tuple(Row((ranks * number + rank,), rank, 1) for rank in range(ranks)) for number in range(count)]
+    return Plan(tuple(rows), ranks)
+
+
+def test_micro_steps_in_flight():
+    """One forward one backward: rank s holds pp - s. Interleaved: 2 (pp - 1 - s) + (vpp - 1) pp + 1 pairs."""
+    assert in_flight(1, 1) == (1,) and in_flight(4, 1) == (4, 3, 2, 1)
+    for pp, vpp in ((2, 2), (4, 2), (4, 3)):
+        assert in_flight(pp, vpp) == tuple(2 * (pp - 1 - rank) + (vpp - 1) * pp + 1 for rank in range(pp))
+
+
+@pytest.mark.parametrize(("pp", "count"), [(2, 1), (2, 8), (4, 4), (4, 16)])
+def test_even_stages_have_the_bubble_of_the_textbook(pp, count):
+    """m micro-steps on p stages take (m + p - 1) of a stage's time: the bubble is (p - 1) / (m + p - 1)."""
+    layout = parse_layout(f"pp{pp}")
+    cost = model(layout)
+    played = play(steps(count), [LENGTH] * count, cost, layout)
+    stage = cost.stages()[1](LENGTH, 1) + cost.step_s
+    assert played.makespan_s == pytest.approx((count + pp - 1) * stage, rel=1e-6)
+    assert played.bubble_share == pytest.approx((pp - 1) / (count + pp - 1), rel=1e-6)
+
+
+def test_interleaving_halves_the_bubble():
+    """(p - 1) / v of a stage's time is lost, not p - 1."""
+    count = 16
+    bubbles = []
+    for name in ("pp4", "pp4-vpp2"):
+        layout = parse_layout(name)
+        bubbles.append(play(steps(count), [LENGTH] * count, model(layout), layout))
+    plain, interleaved = (played.makespan_s - played.alone_s for played in bubbles)
+    assert interleaved == pytest.approx(plain / 2, rel=0.01)
+
+
+def test_a_head_on_the_last_stage_is_what_the_others_wait_for():
+    layout = parse_layout("pp4")
+    cost = model(layout, replace(EVEN, head_flops=5.9e14))
+    played = play(steps(32), [LENGTH] * 32, cost, layout)
+    head = cost.stages()[3].parts(np.array([float(LENGTH)]), 1)["head"][0]
+    assert played.busy_s[3] - played.busy_s[0] == pytest.approx(32 * head, rel=1e-6)
+    assert played.alone_s == pytest.approx(played.busy_s[3]) and played.bubble_share < 0.1
+
+
+def test_data_ranks_wait_for_each_other_only_where_they_meet():
+    """Rows of 8k and 4k in turns: without a meeting each rank has its own sum; experts and media make them meet each time."""
+    lengths = [8192, 4096, 4096, 8192]
+    plan = steps(2, ranks=2)
+    free = play(plan, lengths, model(parse_layout("dp2")), parse_layout("dp2")).makespan_s
+    long, short = (model(parse_layout("dp2"))(length, 1) for length in (8192, 4096))
+    assert free == pytest.approx(long + short, rel=1e-6)
+    meeting = play(plan, lengths, model(parse_layout("ep2")), parse_layout("ep2")).makespan_s
+    assert meeting == pytest.approx(2 * long, rel=1e-6)
+
+
+def test_media_keep_a_pipeline_from_running_ahead():
+    """Making a micro-step is collective then, so that the first stage waits for the last one's backward."""
+    layout, lengths = parse_layout("pp2"), [LENGTH] * 8
+    free, meeting = (play(steps(8), lengths, model(layout), layout, media=media) for media in (False, True))
+    # selective: a forward is 1/4 of a stage's time. Each of 8 micro-steps: two forwards, the last stage's backward
+    assert meeting.makespan_s / free.makespan_s == pytest.approx((8 * 1.25 + 0.75) / 9, rel=1e-6)
+    interleaved = parse_layout("pp2-vpp2")  # makes all of them first
+    free, meeting = (play(steps(8), lengths, model(interleaved), interleaved, media=media) for media in (False, True))
+    assert meeting.makespan_s == free.makespan_s
+
+
+def test_a_pipeline_is_planned_in_more_and_smaller_micro_steps():
+    layout, lengths = parse_layout("pp4"), [1024] * 64
+    limits, cost = Limits(1, 1, 32768), model(layout)
+    plan, played = plan_stages(lengths, limits, cost, layout)
+    large = make_plan(lengths, limits, cost.stages()[0])
+    assert len(plan.micro_steps) > len(large.micro_steps)
+    assert played.makespan_s < 0.8 * play(large, lengths, cost, layout).makespan_s
+    alone, _ = plan_stages(lengths, limits, model(parse_layout("dp1")), parse_layout("dp1"))
+    assert len(alone.micro_steps) == 2, "without a pipeline the budget is filled"
+
+
+def test_tensor_parallelism_cuts_the_layers_and_not_the_head():
+    tokens = np.array([float(LENGTH)])
+    whole, plain, rows = (
+        model(parse_layout(name), Machine.load("h200")).parts(tokens, 1) for name in ("dp1", "tp2", "tp2-sp")
+    )
+    for name in ("dense", "attention"):
+        assert plain[name] == pytest.approx(whole[name] / 2)
+    assert plain["head"] == whole["head"], "repeated on every tensor-parallel rank"
+    assert whole["tensor"] == 0 and 0 < rows["tensor"] < plain["tensor"]
+    # plain, bf16, recomputed, A = 4: forward 2 A twice a layer and once again; backward 2 A twice, beside the gradients of
+    # (8 + 2 * 4) * 128 + 2 * 3072 columns
+    h200 = Machine.load("h200")
+    bytes_s = SHAPE.hidden / 2 / h200.gather_bytes_s
+    hidden = 2 * SHAPE.hidden * 8192 / h200.matmul_flops
+    assert plain["tensor"] == pytest.approx(24 * LENGTH * (3 * 8 * bytes_s + 2 * 8 * bytes_s - hidden))
+
+
+def test_own_weights_add_up_to_the_model():
+    for cut in (Cut(), Cut(tp=2), Cut(pp=4), Cut(tp=2, pp=2, vpp=2)):
+        total = cut.tp * sum(own_weights(SHAPE, cut, rank).total for rank in range(cut.pp))
+        assert total == pytest.approx(SHAPE.weights)
+    tied = replace(SHAPE, tied=True)
+    twice = sum(own_weights(tied, Cut(pp=2), rank).total for rank in range(2))
+    assert twice - tied.weights == SHAPE.vocab * SHAPE.hidden, "a tied weight is on both ends of a pipeline"
+    moe = replace(SHAPE, experts=64, experts_per_token=4, expert_mlp=1024)
+    repeated, cut, spread = (
+        own_weights(moe, each, 0, ep) for each, ep in ((Cut(tp=2), 1), (Cut(tp=2, etp=2), 1), (Cut(), 8))
+    )
+    assert repeated.experts == 2 * cut.experts == 8 * spread.experts
+
+
+def test_planted_faults_are_found(monkeypatch):
+    """A schedule that runs no micro-step ahead must not pass for one forward one backward."""
+
+    def serial(items, *, rank, pp, vpp, trains):
+        for number, item in enumerate(items):
+            yield pipelines.Move(number, 0, item)
+            yield pipelines.Move(number, 0, None)
+
+    monkeypatch.setattr(pipelines, "schedule", serial)
+    assert in_flight(4, 1) != (4, 3, 2, 1)
+    with pytest.raises(AssertionError):
+        test_even_stages_have_the_bubble_of_the_textbook(4, 16)
