@@ -1,7 +1,7 @@
 """The engine's own promises on several ranks: calls add, checkpoints load under any layout, every rank must pass the same batch.
 
-Exactness against plain Hugging Face is tests/parity's; here one engine is compared with itself over time and layouts, where the
-claim is bit for bit or 1e-12, and with the oracle where rows change their sizes. Each comparison has a fault that it must see.
+Numbers are held to the oracle (plain Hugging Face, one unpacked sample at a time); an engine is compared with itself only where
+the claim is bit for bit: loaded weights, a run that goes on. Each comparison has a fault that it must see.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ragged import RULE, SHORT, ragged, train, truth, worst
 
 from longspan import (
     AdamW,
@@ -26,24 +27,9 @@ from longspan import (
 )
 from longspan.data import Plan, Row
 from longspan.layout import parse_layout
-from longspan.parity import Reference
+from longspan.parity import Reference, differences
 from longspan.parity.cases import Case
 from longspan.parity.faults import planted
-
-
-def make_samples(lengths=(13, 1, 40, 7, 29, 3), seed=1):
-    """Ragged rows with holes in the mask; the last one has no trained token."""
-    generator = torch.Generator().manual_seed(seed)
-    samples = []
-    for number, length in enumerate(lengths):
-        ids = torch.randint(0, 90, (length + 1,), generator=generator)
-        mask = (torch.rand(length, generator=generator) > 0.3).float()
-        fields = {
-            "advantage": torch.randn(length, generator=generator).double(),
-            "old_logprob": -4.5 + 0.3 * torch.randn(length, generator=generator).double(),
-        }
-        samples.append(Sample(ids[:-1], ids[1:], mask * (number != len(lengths) - 1), fields))
-    return samples
 
 
 def build(name="dp1", **settings):
@@ -51,41 +37,35 @@ def build(name="dp1", **settings):
     return Engine.build(EngineConfig(layout=parse_layout(name), **(defaults | settings)))
 
 
-def worst(a, b):
-    return max(((a[name] - b[name]).norm() / b[name].norm().clamp(min=1e-30)).item() for name in b)
+CASE = Case("is", "importance_sampling", {"entropy": 0.01}, **RULE)
 
 
-def calls_add(name):
-    engine, samples, objective = build(name), make_samples(), Objective("importance_sampling", entropy=0.01)
-    engine.forward_backward(samples, objective)
-    whole = engine.gradients()
-    engine.clear_gradients()
-    total = float(sum(sample.mask.sum() for sample in samples))
-    for part in (samples[:1], samples[1:4], samples[4:5], samples[5:]):  # the last call has all-zero weights (bug A2)
-        engine.forward_backward(part, objective, denominator=total)
+def calls_add(name, lost):
+    engine, samples = build(name), ragged()
+    for part in (
+        samples[:1],
+        [samples[SHORT]],
+        samples[2:5],
+        samples[5:],
+    ):  # the last call has all-zero weights (bug A2)
+        if lost:
+            engine.clear_gradients()
+        engine.forward_backward(part, CASE.objective(), **RULE)
         engine.forward(part)  # a forward in between changes nothing
-    return worst(engine.gradients(), whole)
+    return engine.gradients()
 
 
 @pytest.mark.parametrize("name", ["dp1", "cp3-ring", "dp2-cp2"])
 def test_calls_add(name):
-    assert max(launch(calls_add, name, ranks=parse_layout(name).ranks, timeout_s=60)) <= 1e-12
-
-
-def lost_call(name):
-    engine, samples = build(name), make_samples()
-    engine.forward_backward(samples, Objective("importance_sampling"))
-    whole = engine.gradients()
-    engine.clear_gradients()
-    total = float(sum(sample.mask.sum() for sample in samples))
-    engine.forward_backward(samples[:3], Objective("importance_sampling"), denominator=total)
-    engine.clear_gradients()  # the planted fault: gradients of the first call are lost
-    engine.forward_backward(samples[3:], Objective("importance_sampling"), denominator=total)
-    return worst(engine.gradients(), whole)
+    wanted = truth("tiny:qwen3", ragged(), CASE).gradients
+    for found in launch(calls_add, name, False, ranks=parse_layout(name).ranks, timeout_s=60):
+        assert worst(found, wanted) <= 1e-12
 
 
 def test_a_lost_call_is_seen():
-    assert launch(lost_call, "dp1", ranks=1, timeout_s=60)[0] > 1e-2
+    """The planted fault: each call drops the gradients of the ones before."""
+    found = launch(calls_add, "dp1", True, ranks=1, timeout_s=60)[0]
+    assert worst(found, truth("tiny:qwen3", ragged(), CASE).gradients) > 1e-2
 
 
 MIXED = Plan(  # rows of 4, 3, 2 and 1 ranks, one of them inert, one shorter than its ranks
@@ -102,49 +82,52 @@ MIXED = Plan(  # rows of 4, 3, 2 and 1 ranks, one of them inert, one shorter tha
 LENGTHS = (250, 3, 40, 17, 60, 1, 50, 33, 150, 100)
 
 
+GSPO = Case("gspo", "gspo", {"clip": 0.2, "entropy": 0.01})
+
+
 def dynamic(name, fault=None):
-    samples, objective = make_samples(LENGTHS), Objective("gspo", clip=0.2, entropy=0.01)
-    fixed = build(name, max_tokens_per_rank=80)
-    metrics = fixed.forward_backward(samples, objective)
     with planted(fault):
         engine = build(name, dynamic_cp=True, max_tokens_per_rank=80)
         engine.planner.plan = lambda batch: MIXED
-        mixed = engine.forward_backward(samples, objective)
-    gap = max(abs(mixed[key] - metrics[key]) for key in metrics if not key.startswith(("time", "mem", "plan")))
-    return worst(engine.gradients(), fixed.gradients()), gap, engine.gradients()
+        metrics = engine.forward_backward(ragged(lengths=LENGTHS), GSPO.objective())
+    return metrics, engine.gradients()
 
 
 @pytest.mark.parametrize("name", ["cp4-ring", "cp4-gather"])
 def test_dynamic_cp_is_exact(name):
-    gradient, metric, gradients = launch(dynamic, name, ranks=4, timeout_s=60)[0]
-    assert gradient <= 1e-12 and metric <= 1e-9
-    reference = Reference("tiny:qwen3", dtype=torch.float64)
-    oracle = reference.run(make_samples(LENGTHS), Case("gspo", "gspo", {"clip": 0.2, "entropy": 0.01})).gradients
-    assert worst(gradients, oracle) <= 1e-8
+    wanted = truth("tiny:qwen3", ragged(lengths=LENGTHS), GSPO)
+    for metrics, gradients in launch(dynamic, name, ranks=4, timeout_s=60):
+        assert worst(gradients, wanted.gradients) <= 1e-12
+        assert differences.metrics(metrics, wanted.metrics)[0] <= 1e-9
 
 
 def test_a_sequence_ratio_of_one_rank_is_seen():
     """The planted fault of the test above: gspo's mean over a rank's own tokens, where rows have other sizes."""
-    gradient, _, _ = launch(dynamic, "cp4-ring", "gspo-local", ranks=4, timeout_s=60)[0]
-    assert gradient > 1e-4
+    _, gradients = launch(dynamic, "cp4-ring", "gspo-local", ranks=4, timeout_s=60)[0]
+    assert worst(gradients, truth("tiny:qwen3", ragged(lengths=LENGTHS), GSPO).gradients) > 1e-4
+
+
+STEP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "clip_norm": 1.0}
+
+
+def step(engine, number):
+    train(engine, ragged(number), CASE)
+    engine.optim_step(AdamW(**STEP))
 
 
 def train_and_save(name, folder, steps):
     engine = build(name)
-    for step in range(steps):
-        engine.forward_backward(make_samples(seed=step), Objective("importance_sampling"))
-        engine.optim_step(AdamW(lr=1e-2, clip_norm=1.0))
+    for number in range(steps):
+        step(engine, number)
     engine.save(folder)
     return engine.state_dict()
 
 
-def resume(name, folder, steps, optimizer):
+def resume(name, folder, optimizer):
     engine = build(name, seed=5)  # other weights until loaded
     engine.load(folder, optimizer=optimizer)
     loaded = engine.state_dict()
-    for step in range(2, 2 + steps):
-        engine.forward_backward(make_samples(seed=step), Objective("importance_sampling"))
-        engine.optim_step(AdamW(lr=1e-2, clip_norm=1.0))
+    step(engine, 2)
     return loaded, engine.state_dict()
 
 
@@ -153,15 +136,18 @@ def test_checkpoints_load_under_any_layout(tmp_path):
     folder = str(tmp_path / "two")
     saved = launch(train_and_save, "dp2", folder, 2, ranks=2, timeout_s=60)[0]
     uninterrupted = launch(train_and_save, "dp2", str(tmp_path / "three"), 3, ranks=2, timeout_s=60)[0]
+    reference = Reference("tiny:qwen3", dtype=torch.float64)
+    for number in range(3):
+        reference.run(ragged(number), CASE)
+        reference.adamw(**STEP)
     for name in ("dp2", "cp3-ring", "dp1"):
-        loaded, after = launch(resume, name, folder, 1, True, ranks=parse_layout(name).ranks, timeout_s=60)[0]
+        loaded, after = launch(resume, name, folder, True, ranks=parse_layout(name).ranks, timeout_s=60)[0]
         assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+        assert worst(after, reference.weights()) <= 1e-10
         if name == "dp2":
             assert all(torch.equal(after[key], uninterrupted[key]) for key in saved)
-        else:
-            assert worst(after, uninterrupted) <= 1e-12
-    _, cold = launch(resume, "dp2", folder, 1, False, ranks=2, timeout_s=60)[0]
-    assert worst(cold, uninterrupted) > 1e-4
+    _, cold = launch(resume, "dp2", folder, False, ranks=2, timeout_s=60)[0]
+    assert worst(cold, reference.weights()) > 1e-4
 
 
 def load_broken(folder):
@@ -217,10 +203,10 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
 
 def export(folder):
     engine = build("cp2-ulysses", model="tiny:qwen3", dtype="float32")
-    engine.forward_backward(make_samples(), Objective("importance_sampling"))
+    engine.forward_backward(ragged(), Objective("importance_sampling"))
     engine.optim_step(AdamW(lr=1e-2))
     engine.export(folder)
-    return engine.forward(make_samples())
+    return engine.forward(ragged(tempered=False))
 
 
 def test_export_loads_in_plain_transformers(tmp_path):
@@ -230,7 +216,7 @@ def test_export_loads_in_plain_transformers(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     untrained = Reference("tiny:qwen3", dtype=torch.float32)  # control: what was exported before the step
-    for sample, out in zip(make_samples(), outputs, strict=True):
+    for sample, out in zip(ragged(tempered=False), outputs, strict=True):
         logits = model(input_ids=sample.input_ids[None]).logits[0].log_softmax(-1)
         expected = logits.gather(-1, sample.target_ids[:, None])[:, 0] * sample.mask
         torch.testing.assert_close(out.logprob, expected.detach(), rtol=0, atol=1e-5)
@@ -240,7 +226,7 @@ def test_export_loads_in_plain_transformers(tmp_path):
 
 def perturbed():
     engine = build("dp2")
-    samples = make_samples(seed=engine.rank)
+    samples = ragged(engine.rank)
     try:
         engine.forward_backward(samples, Objective("importance_sampling"))
     except RankError as error:
@@ -254,7 +240,7 @@ def test_ranks_with_different_batches_are_named():
         assert "rank 1" in message and "same samples" in message
 
 
-GOOD = make_samples((5, 9))
+GOOD = ragged(lengths=(5, 9))
 WRONG_TYPES = (  # call, arguments, what the message says
     ("build", {"config": "tiny:qwen3"}, "config='tiny:qwen3' must be an EngineConfig. Write config=EngineConfig(...)."),
     ("forward_backward", {"samples": GOOD, "objective": "ppo"}, "objective='ppo' must be an Objective or a function"),
@@ -277,7 +263,7 @@ WRONG_TYPES = (  # call, arguments, what the message says
 
 def refusals():
     engine = build("cp2-ulysses")
-    good = make_samples((5, 9))
+    good = ragged(lengths=(5, 9))
     found = {}
 
     def attempt(name, call):
@@ -292,7 +278,7 @@ def refusals():
     bad = Sample([200, 1], [1, 2], [1, 1], {"advantage": [0.0, 0.0], "old_logprob": [0.0, 0.0]})
     attempt("vocabulary", lambda: engine.forward_backward([*good, bad], objective))
     attempt("field", lambda: engine.forward_backward([*good, Sample([1], [2], [1])], objective))
-    attempt("oversize", lambda: engine.forward_backward([*good, *make_samples((500,))], objective))
+    attempt("oversize", lambda: engine.forward_backward([*good, *ragged(lengths=(500,))], objective))
     attempt("output", lambda: engine.forward(good, outputs=("logits",)))
     attempt("normalise", lambda: engine.forward_backward(good, objective, normalise="mean"))
     attempt("value", lambda: engine.forward_backward(good, Objective("value")))
@@ -340,7 +326,7 @@ def out_of_memory():
 
     engine.backend.policy.forward = full  # what the allocator does, on every rank
     try:
-        engine.forward_backward(make_samples(), Objective("importance_sampling"))
+        engine.forward_backward(ragged(), Objective("importance_sampling"))
     except OutOfMemory as error:
         return str(error)
     return "ran"
