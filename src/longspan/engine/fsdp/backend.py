@@ -37,6 +37,7 @@ from longspan.engine.fsdp.host import CHECKPOINT, HostStore
 from longspan.engine.fsdp.host_optimizer import HostOptimizer
 from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
 from longspan.engine.fsdp.tiled_mlp import tile_mlps
+from longspan.engine.fsdp.waiting import drop_waiting, has_waiting, reduce_after, settle, waiting_units, whole_bytes
 from longspan.engine.memory import explain_out_of_memory
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, local, make_optimizer
 from longspan.errors import UserError
@@ -86,6 +87,7 @@ class FSDPBackend:
             compile_layers(adapter, keep or {})
         shard_policy(self.policy, mesh, compute=compute, master=self.master, on_host="parameters" in config.offload)
         self.policy.train()
+        self.waiting = waiting_units(self.policy) if mesh.data_ranks > 1 else []  # whose gradients may wait for a sum
         self.optimizers: dict[str | None, Stepper] = {}  # one an adapter; None: everything that is in none
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -98,20 +100,36 @@ class FSDPBackend:
         for step in steps:
             if self.host is not None:
                 self.host.begin(step.context.cache)
-            with explain_out_of_memory(step, trains=program.trains), torch.set_grad_enabled(program.trains):
+            reduce_after(self.waiting, step.reduces)
+            explained = explain_out_of_memory(step, trains=program.trains)
+            with explained, self._settled(), torch.set_grad_enabled(program.trains):
                 loss = self.policy(step, program)
                 if loss.requires_grad:
                     loss.backward()
                 else:
                     # Without backward FSDP keeps the root gathered, and the next optimizer step would not reach it.
                     self.policy.reshard()
+        assert not (program.trains and has_waiting(self.policy)), "the last micro-step sums all gradients over ranks"
+
+    def whole_gradients(self) -> int:
+        """Bytes of the gradients that may wait, as a rank would hold them; 0 where none may."""
+        return whole_bytes(self.waiting, self.master)
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """A failure inside leaves FSDP ready for the next forward; gradients that wait stay until clear_gradients or load."""
+        try:
+            yield
+        except BaseException:
+            settle(self.policy)
+            raise
 
     @contextmanager
     def opened(self, step: MicroStep) -> Iterator[tuple[Tensor, Head]]:
         seen = _Seen()
         if self.host is not None:
             self.host.begin(step.context.cache)
-        with explain_out_of_memory(step, trains=False), torch.no_grad():
+        with explain_out_of_memory(step, trains=False), self._settled(), torch.no_grad():
             self.policy(step, seen)
         assert seen.pair is not None, "the policy runs the program it is given"
         try:
@@ -156,11 +174,12 @@ class FSDPBackend:
         return optimizer
 
     def clear_gradients(self) -> None:
+        drop_waiting(self.policy)
         for parameter in self.policy.parameters():
             parameter.grad = None
 
     def has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.policy.parameters())
+        return has_waiting(self.policy) or any(parameter.grad is not None for parameter in self.policy.parameters())
 
     def gradients(self) -> dict[str, Tensor]:
         found = {}
