@@ -304,6 +304,11 @@ def float64_rows(subject: Subject) -> Iterator[dict[str, Any]]:
             yield {"check": check, "case": case, "figure": figure, "limit": limit, "where": where}
         exact.clear()
         free()
+    yield from own_rows(subject)
+
+
+def own_rows(subject: Subject) -> Iterator[dict[str, Any]]:
+    """How far Hugging Face in fp32 is from itself in fp64: what any fp32 program can be held to at these widths and depths."""
     wanted = oracle_answers(exact_reference(subject), subject.samples)
     found = oracle_answers(subject.reference, subject.samples)
     for check, (figure, where) in figures(found, wanted, subject.samples, "float32").items():
@@ -399,7 +404,11 @@ def rows_of(subject: Subject, wants: Callable[[str], bool]) -> Iterator[dict[str
             else float32_rows(subject)
         ),
     }
-    if not deep:
+    if deep:
+        packed = variants[1:2]
+        parts["float32"] = lambda: distance_rows(subject, "float32", exact_reference(subject), packed)
+        parts["own"] = lambda: own_rows(subject)
+    else:
         parts["float64"] = lambda: float64_rows(subject)
     if subject.name == "qwen3":
         parts["calls"] = lambda: calls_rows(subject)

@@ -103,7 +103,7 @@ def cases(asked: Settings, gpus: int) -> list[Case]:
             for recompute in ("selective", "none")
             for name, lengths in rows.items()
         ]
-        found += [Case("short", "rows of 1-2k", short, layout) for layout in (Layout(dp=2), Layout(cp=2))]
+        found += [Case("short", "rows of 1-2k", short, layout) for layout in (Layout(cp=2), Layout(dp=2))]
         found += [Case("nccl", name, lengths, Layout(cp=2), collective=True) for name, lengths in rows.items()]
     return [case for case in found if asked.wants(case.label)]
 
