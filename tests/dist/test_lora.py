@@ -1,11 +1,12 @@
-"""LoRA: several adapters in one packed batch, each exactly as if it were alone and as peft has it; copies agree; peft loads
-the export."""
+"""LoRA: several adapters in one packed batch, each as peft has it on plain transformers alone; copies agree; peft loads the
+export."""
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from ragged import RULE, ragged, train, worst
 
-from longspan import AdamW, Engine, EngineConfig, Objective, Sample, launch
+from longspan import AdamW, Engine, EngineConfig, Objective, launch
 from longspan.layout import parse_layout
 from longspan.models.tiny import tiny
 from longspan.parity import Reference
@@ -19,18 +20,8 @@ CONFIGS = {
 CLIPS = (0.01, 0.5, 0.02)  # one a step: moments would differ if an adapter saw the clipping of another
 
 
-def make_samples(adapters, lengths=(13, 1, 40, 7, 29, 3)):
-    generator = torch.Generator().manual_seed(1)
-    samples = []
-    for number, length in enumerate(lengths):
-        ids = torch.randint(0, 90, (length + 1,), generator=generator)
-        mask = (torch.rand(length, generator=generator) > 0.3).float()
-        fields = {
-            "advantage": torch.randn(length, generator=generator).double(),
-            "old_logprob": torch.full((length,), -4.5),
-        }
-        samples.append(Sample(ids[:-1], ids[1:], mask, fields, adapter=adapters[number % len(adapters)]))
-    return samples
+STEP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
+CASE = Case("is", "importance_sampling", **RULE)
 
 
 def build(name, configs, **settings):
@@ -47,104 +38,70 @@ def build(name, configs, **settings):
     return engine
 
 
-def together(name):
-    engine = build(name, CONFIGS)
-    samples, objective = make_samples("ab"), Objective("importance_sampling")
+def together(name, mixed_up=False):
+    """The factors at the start, the gradients of the first step, the weights after three. mixed_up: the planted fault, every
+    token takes adapter a."""
+    engine, samples = build(name, CONFIGS), ragged(adapters="ab")
+    if mixed_up:
+        engine.backend.routing.number = lambda sample, index: 0
+    before, gradients = engine.state_dict(), None
     for clip_norm in CLIPS:
-        engine.forward_backward(samples, objective)
-        gradients = engine.gradients()
+        train(engine, samples, CASE)
+        gradients = gradients or engine.gradients()
         for adapter in CONFIGS:
-            engine.optim_step(AdamW(lr=1e-2, clip_norm=clip_norm), adapter=adapter)
-    return gradients, engine.state_dict()
+            engine.optim_step(AdamW(**STEP, clip_norm=clip_norm), adapter=adapter)
+    return before, gradients, engine.state_dict()
 
 
-def alone(adapter):
-    engine = build("dp1", CONFIGS)
-    for clip_norm in CLIPS:
-        own = [s for s in make_samples("ab") if s.adapter == adapter]
-        engine.forward_backward(own, Objective("importance_sampling"))
-        gradients = engine.gradients()
-        engine.optim_step(AdamW(lr=1e-2, clip_norm=clip_norm), adapter=adapter)
-    return gradients, engine.state_dict()
-
-
-@pytest.mark.parametrize("name", ["dp1", "cp3-ring", "dp2-cp2"])
-def test_each_adapter_steps_as_if_alone(name):
-    results = launch(together, name, ranks=parse_layout(name).ranks, timeout_s=60)
-    gradients, weights = results[0]
-    assert all(torch.equal(weights[key], other[key]) for _, other in results for key in weights)
-    assert all("lora_" in key for key in gradients)
-    for adapter in CONFIGS:
-        expected, stepped = launch(alone, adapter, ranks=1, timeout_s=60)[0]
-        own = [key for key in expected if f".{adapter}." in key]
-        assert own
-        for key in own:
-            assert (gradients[key] - expected[key]).norm() <= 1e-12 * expected[key].norm()
-            assert (weights[key] - stepped[key]).norm() <= 1e-12 * stepped[key].norm()
-        foreign = [key for key in expected if f".{adapter}." not in key]
-        assert all(expected[key].abs().max() == 0 for key in foreign)
-
-
-def peft_gradients(adapter, weights):
-    """peft's layers on plain transformers, one unpacked sample of the adapter at a time, fp64."""
+def alone(adapter, before, scale=1.0):
+    """peft's layers on plain transformers, one unpacked sample of the adapter at a time, fp64: as `together`."""
     reference = Reference("tiny:qwen3", dtype=torch.float64)
     inject_adapter_in_model(CONFIGS[adapter], reference.model, adapter_name=adapter)
     reference.model.double()
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_("lora_" in name)
-        parameter.data.copy_(
-            weights[name] if name in weights else weights[name.replace(".weight", ".base_layer.weight")]
-        )
-    own = [sample for sample in make_samples("ab") if sample.adapter == adapter]
-    return reference.run(own, Case("is", "importance_sampling")).gradients
+        value = before[name] if name in before else before[name.replace(".weight", ".base_layer.weight")]
+        parameter.data.copy_(value * (scale if "lora_B" in name else 1.0))
+    own, gradients = [sample for sample in ragged(adapters="ab") if sample.adapter == adapter], None
+    for clip_norm in CLIPS:
+        found = reference.run(own, CASE).gradients
+        gradients = gradients or found
+        reference.adamw(**STEP, clip_norm=clip_norm)
+    return gradients, {name: value for name, value in reference.weights().items() if name in gradients}
 
 
-def first(adapter):
-    """The factors at the start, and the first gradient of the adapter's own samples."""
-    engine = build("dp1", CONFIGS)
-    weights = engine.state_dict()
-    engine.forward_backward([s for s in make_samples("ab") if s.adapter == adapter], Objective("importance_sampling"))
-    return weights, engine.gradients()
+def of(adapter, values):
+    return {key: value for key, value in values.items() if f".{adapter}." in key}
 
 
-@pytest.mark.parametrize("adapter", CONFIGS)
-def test_each_adapter_is_pefts(adapter):
+@pytest.mark.parametrize("name", ["dp1", "cp3-ring", "dp2-cp2"])
+def test_each_adapter_steps_as_if_alone(name):
     """Rank-stabilised scaling, alpha and targets by expression too: what peft makes of the same factors."""
-    weights, found = launch(first, adapter, ranks=1, timeout_s=60)[0]
-    expected = peft_gradients(adapter, weights)
-    assert expected and set(expected) == {key for key in found if f".{adapter}." in key}
-    for key, want in expected.items():
-        assert (found[key] - want).norm() <= 1e-8 * want.norm()
-    halved = {
-        key: value * (0.5 if "lora_B" in key else 1.0) for key, value in weights.items()
-    }  # control: half the scale
-    other = peft_gradients(adapter, halved)
-    assert all((other[key] - want).norm() > 1e-2 * want.norm() for key, want in expected.items() if "lora_A" in key)
-
-
-def mixed_up():
-    engine = build("dp1", CONFIGS)
-    samples = make_samples("ab")
-    engine.forward_backward(samples, Objective("importance_sampling"))
-    right = engine.gradients()
-    engine.clear_gradients()
-    engine.backend.routing.number = lambda sample, index: 0  # the planted fault: every token takes adapter a
-    engine.forward_backward(samples, Objective("importance_sampling"))
-    wrong = engine.gradients()
-    return max(float((wrong[key] - right[key]).norm() / right[key].norm()) for key in right)
+    results = launch(together, name, ranks=parse_layout(name).ranks, timeout_s=60)
+    before, gradients, weights = results[0]
+    assert all(torch.equal(weights[key], other[key]) for *_, other in results for key in weights)
+    assert all("lora_" in key for key in gradients)
+    for adapter in CONFIGS:
+        wanted, stepped = alone(adapter, before)
+        assert wanted and worst(of(adapter, gradients), wanted) <= 1e-12
+        assert worst(of(adapter, weights), stepped) <= 1e-10
+        halved, _ = alone(adapter, before, scale=0.5)  # control: half the scale
+        factors = {key for key in wanted if "lora_A" in key}
+        assert all((halved[key] - wanted[key]).norm() > 1e-2 * wanted[key].norm() for key in factors)
 
 
 def test_tokens_on_the_wrong_adapter_are_seen():
-    assert launch(mixed_up, ranks=1, timeout_s=60)[0] > 1e-2
+    before, gradients, _ = launch(together, "dp1", True, ranks=1, timeout_s=60)[0]
+    assert worst(of("a", gradients), alone("a", before)[0]) > 1e-2
 
 
 def export(folder):
     engine = build("dp2", {"a": CONFIGS["a"]}, dtype="float32")
-    engine.forward_backward(make_samples([None]), Objective("importance_sampling"))
+    engine.forward_backward(ragged(tempered=False), Objective("importance_sampling"))
     engine.optim_step(AdamW(lr=1e-2))
     engine.export(folder + "/adapter")
     engine.export(folder + "/merged", merge="a")
-    return engine.forward(make_samples([None]))
+    return engine.forward(ragged(tempered=False))
 
 
 @torch.no_grad()
@@ -164,7 +121,7 @@ def test_exports_load_in_peft_and_transformers(tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         base = AutoModelForCausalLM.from_config(tiny("qwen3"))
-    samples = make_samples([None])
+    samples = ragged(tempered=False)
     bare = max(
         float((out.logprob - want).abs().max()) for out, want in zip(outputs, scores(base, samples), strict=True)
     )
@@ -189,8 +146,8 @@ def refusals():
             found.append(str(error))
     engine = build("dp1", CONFIGS)
     for call in (
-        lambda: engine.forward_backward(make_samples([None]), Objective("importance_sampling")),
-        lambda: engine.forward_backward(make_samples(["c"]), Objective("importance_sampling")),
+        lambda: engine.forward_backward(ragged(tempered=False), Objective("importance_sampling")),
+        lambda: engine.forward_backward(ragged(adapters=["c"]), Objective("importance_sampling")),
         lambda: engine.optim_step(AdamW(lr=1.0)),
     ):
         try:
