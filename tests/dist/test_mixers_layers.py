@@ -34,14 +34,21 @@ class Counting:
         return Reference().backward(*tensors, **how)  # pyright: ignore[reportArgumentType]  passed on
 
 
+def forms() -> list[tuple[str, str, int]]:
+    """On three ranks where four heads need not be dealt out, and on four."""
+    threes = [(mixer, index, 3) for mixer, index in FORMS if mixer in ("ring", "gather")]
+    return [*threes, *((mixer, index, 4) for mixer, index in FORMS)]
+
+
 def recompute() -> list[str]:
     """Two layers with q and k norms, plain and under selective recomputation: what differs."""
     here = world()
     found, wrong = meshes(here.rank, here.ranks, here.device), []
-    for mixer_name, index in FORMS:
-        case = Case(mixer_name, index, here.ranks, (3, 41, 2, 1, 9))
+    for mixer_name, index, size in forms():
+        case = Case(mixer_name, index, size, (3, 41, 2, 1, 9))
         info = info_of(case, found["hybrid" if mixer_name == "hybrid" else "plain"])
-        assert info is not None
+        if info is None:
+            continue
         results = []
         for cache in (None, AttentionCache()):
             kernel = Counting()
@@ -85,11 +92,12 @@ def key_norms() -> dict[str, float]:
     """H8: gradients of q and k norms and projections, summed over ranks, against one rank; T_local odd and even."""
     here = world()
     found, errors = meshes(here.rank, here.ranks, here.device), {}
-    for mixer_name, index in FORMS:
+    for mixer_name, index, size in forms():
         for lengths in ((3, 41, 2, 1, 9), (8, 16, 4)):
-            case = Case(mixer_name, index, here.ranks, lengths)
+            case = Case(mixer_name, index, size, lengths)
             info = info_of(case, found["hybrid" if mixer_name == "hybrid" else "plain"])
-            assert info is not None
+            if info is None:
+                continue
             grads = two_layers(case, info, Counting(), None)
             alone = make_seqinfo("identity", case.cu_seqlens, CPGroup.alone(here.rank))
             truth = two_layers(dataclasses.replace(case, size=1, lengths=case.padded), alone, Counting(), None)
@@ -97,7 +105,7 @@ def key_norms() -> dict[str, float]:
             for grad, expected in zip(grads[1:], truth[1:], strict=True):
                 parts = torch.stack([grad] * info.size) / 1  # the same part for every rank: their sum is the gradient
                 pairs.append((reduce_scatter(parts, info.group)[0], expected))
-            errors[f"{mixer_name} {index} {lengths}"] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+            errors[f"{mixer_name} {index} {size} {lengths}"] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
     return errors
 
 

@@ -1,4 +1,4 @@
-"""Offloading changes where things live, not one bit of any number: two ranks, three optimizer steps, a checkpoint between.
+"""Offloading changes where things live, not one bit of any number: CP=2 and 3, three optimizer steps, a checkpoint between.
 
 Every setting is held against the same run without offload: metrics, gradients and weights bit for bit. Blocks are made
 small, so that every tensor takes several. Controls: a store that gives blocks away before they are read back, and
@@ -11,27 +11,20 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from ragged import RULE, ragged, train
 from torch import Tensor
 
-from longspan import AdamW, Engine, EngineConfig, Layout, Objective, Sample
+from longspan import AdamW, Engine, EngineConfig, Layout
 from longspan.engine.fsdp import host, host_optimizer
 from longspan.engine.fsdp.host import HostStore
 from longspan.engine.fsdp.host_optimizer import HostOptimizer
 from longspan.engine.optim import local
 from longspan.errors import UserError
 from longspan.launch import launch
+from longspan.parity.cases import Case
 
-LENGTHS = (13, 1, 22, 7)
-
-
-def batch(seed: int) -> list[Sample]:
-    draw = torch.Generator().manual_seed(seed)
-    samples = []
-    for length in LENGTHS:
-        ids = torch.randint(0, 90, (length + 1,), generator=draw)
-        fields = {"advantage": torch.randn(length, generator=draw), "old_logprob": -4 * torch.ones(length)}
-        samples.append(Sample(ids[:-1], ids[1:], torch.ones(length), fields=fields))
-    return samples
+CASE = Case("ppo", "ppo", {"clip": 0.2}, **RULE)
+LAYOUTS = {"selective": Layout(cp=2), "full": Layout(cp=3, mixer="ring")}  # by recompute
 
 
 def run(offload: tuple[str, ...], recompute: str, plant: str, path: str) -> dict[str, Tensor]:
@@ -48,15 +41,15 @@ def run(offload: tuple[str, ...], recompute: str, plant: str, path: str) -> dict
         HostStore.park = leaky
     config = EngineConfig(
         model="tiny:qwen3",
-        layout=Layout(cp=2),
+        layout=LAYOUTS[recompute],
         dtype="float64",
-        max_tokens_per_rank=14,
+        max_tokens_per_rank=20,
         recompute=recompute,
         offload=offload,
     )
     engine, seen = Engine.build(config), {}
     for step in range(3):
-        metrics = engine.forward_backward(batch(step), Objective("ppo", clip=0.2))
+        metrics = train(engine, ragged(step), CASE)
         seen |= {f"{step} {name}": gradient for name, gradient in engine.gradients().items()}
         seen[f"{step} loss"] = torch.tensor(metrics["loss/total"])
         if plant == "moments" and step == 1:
@@ -87,11 +80,11 @@ def check_where(engine: Engine, offload: tuple[str, ...]) -> None:
 @cache
 def plain(recompute: str) -> list[dict[str, Tensor]]:
     with TemporaryDirectory() as folder:
-        return launch(run, (), recompute, "", f"{folder}/plain", ranks=2)
+        return launch(run, (), recompute, "", f"{folder}/plain", ranks=LAYOUTS[recompute].ranks)
 
 
 def differing(offload: tuple[str, ...], recompute: str, plant: str, path: Path) -> list[str]:
-    found = launch(run, offload, recompute, plant, str(path / "offload"), ranks=2)
+    found = launch(run, offload, recompute, plant, str(path / "offload"), ranks=LAYOUTS[recompute].ranks)
     pairs = list(zip(plain(recompute), found, strict=True))
     assert all(set(a) == set(b) for a, b in pairs)
     return [name for a, b in pairs for name in a if not torch.equal(a[name], b[name])]

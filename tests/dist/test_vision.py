@@ -54,14 +54,16 @@ SAMPLES = [
     make_sample(2, ("image", 8, 8), ("image", 16, 16), 4, seed=3),
     make_sample(1, ("video", 8, 16), 2, ("image", 24, 16), seed=4),
     make_sample(6, seed=5),
+    make_sample(1, seed=6),
+    make_sample(3, seed=7),
 ]
 # name -> (mixer, index, rows); a row is (first rank, CP size, samples). Rows tile the four ranks.
 CASES = {
     "one image on cp4": ("gather", "contiguous", [(0, 4, [0])]),
-    "all on cp4": ("ulysses", "contiguous", [(0, 4, [0, 1, 2, 3, 4])]),
-    "all on cp4 zigzag": ("ring", "zigzag", [(0, 4, [4, 3, 2, 1, 0])]),
+    "all on cp4": ("ulysses", "contiguous", [(0, 4, [0, 1, 2, 5, 3, 6, 4])]),
+    "all on cp4 zigzag": ("ring", "zigzag", [(0, 4, [4, 3, 5, 2, 6, 1, 0])]),
     "cp2 with a row of text": ("ulysses", "contiguous", [(0, 2, [3, 0, 2]), (2, 2, [1, 4])]),
-    "cp3 and an inert rank": ("ring", "zigzag", [(0, 3, [2, 1, 3, 0]), (3, 1, [])]),
+    "cp3 and an inert rank": ("ring", "zigzag", [(0, 3, [2, 5, 1, 3, 6, 0]), (3, 1, [])]),
     "cp3 and cp1": ("gather", "contiguous", [(0, 1, [0]), (1, 3, [3, 2])]),
     "no media at all": ("ring", "zigzag", [(0, 2, [1]), (2, 2, [4])]),
 }
