@@ -73,7 +73,13 @@ CASE = Case("together", "ppo", TOGETHER, "sum")  # no denominator: calls of one 
 ZERO = LIMITS["float32"].zero
 REPETITIONS = 20
 RATIO_ELEMENTS = 64  # a smaller parameter's error in bf16 is no basis of a ratio
-TWO_RANKS = ("cp2-ulysses", "cp2-ring", "cp2-gather", "dp2")
+TWO_RANKS = (  # (layout, budget: see Variant)
+    ("cp2-ulysses", "roomy"),
+    ("cp2-ring", "roomy"),
+    ("cp2-gather", "roomy"),
+    ("dp2", "roomy"),
+    ("cp2-ulysses", "tight"),
+)
 
 
 @dataclass(frozen=True)
@@ -349,27 +355,29 @@ def save_truth(subject: Subject, path: Path) -> None:
     torch.save((subject.samples, truths), path)
 
 
-def in_ranks(folder: str, path: Path, layouts: Sequence[str]) -> list[dict[str, Any]]:
+def in_ranks(folder: str, path: Path) -> list[dict[str, Any]]:
     """Body of a rank: every layout of two ranks in both dtypes; rank 0 compares."""
     exact_convolutions()
     compares = world().rank == 0
     samples, truths = torch.load(path, weights_only=False, mmap=True)
-    budget = roomy_budget([len(sample) for sample in samples], 2)
+    lengths = [len(sample) for sample in samples]
     rows: list[dict[str, Any]] = []
     for dtype, (logprobs, on_cpu) in truths.items():
         wanted = {name: gradient.to(world().device) for name, gradient in on_cpu.items()} if compares else {}
-        for name in layouts:
+        for name, width in TWO_RANKS:
             free()
-            config = EngineConfig(
-                model=folder, layout=parse_layout(name), dtype=dtype, max_tokens_per_rank=budget, value_head=True
-            )
+            layout = parse_layout(name)
+            tight = width == "tight"
+            budget = tight_budget(lengths, layout.cp, layout.dp) if tight else roomy_budget(lengths, 2)
+            config = EngineConfig(model=folder, layout=layout, dtype=dtype, max_tokens_per_rank=budget, value_head=True)
             engine = Engine.build(config)
             found = [out["logprob"] for out in engine.forward(samples)]
             engine.forward_backward(samples, CASE.objective(), normalise=CASE.normalise)
             got = gathered(engine)
             if compares:
                 for check, (figure, where) in figures((found, got), (logprobs, wanted), samples, dtype).items():
-                    row = {"dtype": dtype, "check": check, "case": name, "figure": figure, "where": where}
+                    row = {"dtype": dtype, "check": check, "case": name + ", micro-steps" * tight, "figure": figure}
+                    row["where"] = where
                     rows.append(row | {"kernel": engine.builder.kernel.name})
             del engine, got
     return rows
@@ -385,7 +393,7 @@ def gathered(engine: Engine) -> dict[str, Tensor]:
 
 
 def two_rank_rows(folder: str, path: Path, base: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    for row in launch(in_ranks, folder, path, TWO_RANKS, ranks=2, timeout_s=200)[0]:
+    for row in launch(in_ranks, folder, path, ranks=2, timeout_s=200)[0]:
         dtype = row.pop("dtype")
         yield {"part": f"two ranks, {dtype}", **row, "limit": limit_of(row["check"], dtype, base[row["check"]])}
 
@@ -397,7 +405,9 @@ def rows_of(subject: Subject, wants: Callable[[str], bool]) -> Iterator[dict[str
     if deep:
         variants = [v for v in variants if v.name in ("unpacked", "packed", "micro-steps")]
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-        "bfloat16": lambda: distance_rows(subject, "bfloat16", subject.reference, variants),
+        "bfloat16": lambda: distance_rows(
+            subject, "bfloat16", subject.reference, variants if wants("bfloat16") else variants[:2]
+        ),
         "float32": lambda: (
             distance_rows(subject, "float32", exact_reference(subject), variants[1:2])
             if deep
