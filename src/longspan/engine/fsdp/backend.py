@@ -118,11 +118,10 @@ class FSDPBackend:
     @contextmanager
     def _settled(self) -> Iterator[None]:
         """A failure inside leaves FSDP ready for the next forward; gradients that wait stay until clear_gradients or load."""
-        try:
+        with ExitStack() as stack:
+            stack.callback(settle, self.policy)
             yield
-        except BaseException:
-            settle(self.policy)
-            raise
+            stack.pop_all()
 
     @contextmanager
     def opened(self, step: MicroStep) -> Iterator[tuple[Tensor, Head]]:
