@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ragged import RULE, train
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -18,7 +19,7 @@ from longspan.parity.cases import Case
 from longspan.parity.reference import Reference
 from longspan.parity.samples import default_samples, fill_fields
 
-CASE = Case("experts", "importance_sampling", {"moe_aux": 1.0, "moe_z": 0.1}, "sample")
+CASE = Case("experts", "importance_sampling", {"moe_aux": 1.0, "moe_z": 0.1}, **RULE)
 LAYOUTS = (
     "dp4", "dp4-ep2", "dp4-ep4",
     "dp2-cp2-ulysses", "dp2-cp2-ring-ep2", "dp2-cp2-gather-ep4",
@@ -35,8 +36,7 @@ def run(model: str, layout: str, samples: Sequence[Sample], fault: bool = False)
         if isinstance(module, FSDPModule) and type(module).__name__.endswith("Experts"):
             module.set_gradient_divide_factor(2.0)
     logprob = [out.logprob for out in engine.forward(samples)]
-    metrics = engine.forward_backward(samples, CASE.objective(), CASE.normalise)
-    return {"logprob": logprob, "metrics": metrics, "gradients": engine.gradients()}
+    return {"logprob": logprob, "metrics": train(engine, samples, CASE), "gradients": engine.gradients()}
 
 
 def everything(model: str, samples: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -38,10 +38,14 @@ LAYOUTS = (
 def samples() -> list[Sample]:
     draw = np.random.default_rng(0)
     found = []
-    for length in (1, 2, 3, 17, 30):
+    for length in (1, 2, 3, 17, 30, 5):
         ids = draw.integers(0, 90, length + 1)
-        found.append(Sample(ids[:-1], ids[1:], draw.integers(0, 2, length)))
+        found.append(Sample(ids[:-1], ids[1:], draw.integers(0, 2, length) * (length != 5)))
     return found
+
+
+def trained() -> float:
+    return float(sum(sample.num_trained for sample in samples()))
 
 
 def train(layout: Layout) -> list[dict[str, Any]]:
@@ -49,9 +53,10 @@ def train(layout: Layout) -> list[dict[str, Any]]:
     found = []
     for joint in (False, True):
         config = EngineConfig(MODEL, layout, dtype="float64", max_tokens_per_rank=64, mtp_steps=STEPS, mtp_joint=joint)
-        engine = Engine.build(config)
-        metrics = engine.forward_backward(samples(), Objective("cross_entropy", mtp=COEFFICIENT))
-        found.append({"loss": metrics["loss/mtp"], "gradients": engine.gradients()})
+        engine, objective = Engine.build(config), Objective("cross_entropy", mtp=COEFFICIENT)
+        parts = (samples()[1:], samples()[:1])  # the last call has one token: the other ranks have nothing to do
+        told = [engine.forward_backward(part, objective, denominator=trained()) for part in parts]
+        found.append({"loss": sum(metrics["loss/mtp"] for metrics in told), "gradients": engine.gradients()})
     return found
 
 
@@ -93,13 +98,12 @@ def expected(joint: bool, fault: str = "") -> dict[str, Any]:
     head.layer.self_attn.config = model.model.layers[1].self_attn.config
     use_plain_layers(model)
     use_plain_norms(head)
-    trained = sum(float(sample.mask.sum()) for sample in samples())
     drafted, total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for sample in samples():
         hidden = model.model(input_ids=sample.input_ids[None], use_cache=False).last_hidden_state[0]
         logprob = torch.log_softmax(model.lm_head(hidden), -1)
         mask, length = sample.mask.double(), len(sample.input_ids)
-        total = total - sum(mask[t] * logprob[t, sample.target_ids[t]] for t in range(length)) / trained
+        total = total - sum(mask[t] * logprob[t, sample.target_ids[t]] for t in range(length)) / trained()
         table, output = model.model.embed_tokens.weight, model.lm_head.weight
         if not joint:
             hidden, table, output = hidden.detach(), table.detach(), output.detach()
@@ -107,7 +111,7 @@ def expected(joint: bool, fault: str = "") -> dict[str, Any]:
             logprob = torch.log_softmax(states @ output.T, -1)
             for t in range(length - step):
                 target = sample.target_ids[t + step - (fault == "shift")]
-                drafted = drafted - mask[t + step] * logprob[t, target] / trained / STEPS
+                drafted = drafted - mask[t + step] * logprob[t, target] / trained() / STEPS
     (total + COEFFICIENT * drafted).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients |= {f"mtp.{public(name)}": parameter.grad for name, parameter in head.named_parameters()}
@@ -154,9 +158,8 @@ def cut(budgets: dict[int, int]) -> dict[int, dict[str, Any]]:
         )
         engine = Engine.build(config)
         batch, objective = even_samples(), Objective("cross_entropy", mtp=COEFFICIENT)
-        trained = float(sum(sample.num_trained for sample in batch))
         calls = [batch] if number > 0 else [batch[5:], batch[:5]]
-        whole = None if number < 0 else trained
+        whole = None if number < 0 else float(sum(sample.num_trained for sample in batch))
         told = [engine.forward_backward(call, objective, denominator=whole) for call in calls]
         assert number < 1 or told[0]["plan/micro_steps"] == number
         found[number] = {"loss": sum(metrics["loss/mtp"] for metrics in told), "gradients": engine.gradients()}

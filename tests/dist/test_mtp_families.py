@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import ragged
 import torch
+from ragged import RULE
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longspan import Engine, EngineConfig, Layout, Objective, Sample
+from longspan import Engine, EngineConfig, Layout, Sample
 from longspan.errors import UserError
 from longspan.launch import launch
 from longspan.layout import parse_layout
@@ -28,17 +30,17 @@ from longspan.parity.samples import default_samples, fill_fields
 STEPS = 3
 COEFFICIENT = 0.7
 VISION, EXPERTS = "tiny:qwen3_5_vl_mtp", "tiny:qwen3_5_moe_mtp"
+CASE = Case("mtp", "cross_entropy", {"mtp": COEFFICIENT}, **RULE)
 Truth = dict[bool, tuple[float, dict[str, Tensor]]]  # joint -> loss/mtp and gradients
 
 
 def expected(model: str) -> tuple[list[Sample], Truth]:
     found: Truth = {}
-    case = Case("mtp", "cross_entropy", {"mtp": COEFFICIENT})
     for joint in (False, True):
         reference = Reference(model, dtype=torch.float64, mtp_steps=STEPS)
         samples = fill_fields(default_samples(reference), reference)
         reference.mtp.joint = joint
-        result = reference.run(samples, case)
+        result = reference.run(samples, CASE)
         found[joint] = result.metrics["loss/mtp"], result.gradients
     return samples, found
 
@@ -51,8 +53,7 @@ def train(model: str, layout: Layout, samples: list[Sample], blind: bool) -> Tru
     for joint in (False, True):
         config = EngineConfig(model, layout, dtype="float64", max_tokens_per_rank=96, mtp_steps=STEPS, mtp_joint=joint)
         engine = Engine.build(config)
-        metrics = engine.forward_backward(samples, Objective("cross_entropy", mtp=COEFFICIENT))
-        found[joint] = metrics["loss/mtp"], engine.gradients()
+        found[joint] = ragged.train(engine, samples, CASE)["loss/mtp"], engine.gradients()
     return found
 
 
