@@ -4,6 +4,7 @@
 """
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from megatron_cases import Job, hold, installed, run
 
 from longspan import Engine, EngineConfig, Objective
 from longspan.data import Sample
-from longspan.engine.megatron.schedule import schedule
+from longspan.engine.megatron.schedule import receives_ahead, schedule
 from longspan.layout import parse_layout
 
 JOBS = (
@@ -162,3 +163,50 @@ def test_the_player_finds_a_schedule_that_waits():
 
     with pytest.raises(AssertionError, match="wait for each other"):
         play(2, 1, 4, plan=too_late)
+
+
+def meets(pp, vpp, count, ahead, *, trains=True):
+    """Whether all moves run when each waits for its whole device: for its input, and for a posted receive of all that its rank
+    sent before. CUDA does that at a kernel's first run and when memory is given back."""
+
+    def link(stage, forward):
+        """Between this virtual stage and the next: a communicator of its own from the last rank to the first."""
+        return (stage % pp, (stage + 1) % pp, forward)
+
+    queues = [list(schedule(range(count), rank=rank, pp=pp, vpp=vpp, trains=trains)) for rank in range(pp)]
+    at, next_post = [0] * pp, [0] * pp
+    sent, posted = Counter(), Counter()
+    inputs, unread = {}, [[] for _ in range(pp)]
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(queues):
+            while at[rank] < len(queue):
+                while next_post[rank] <= min(at[rank] + ahead, len(queue) - 1):
+                    move = queue[next_post[rank]]
+                    stage, forward = move.chunk * pp + rank, move.step is not None
+                    if 0 <= (before := stage - 1 if forward else stage + 1) < pp * vpp:
+                        own = link(before if forward else stage, forward)
+                        posted[own] += 1
+                        inputs[rank, next_post[rank]] = own, posted[own]
+                    next_post[rank] += 1
+                own, number = inputs.get((rank, at[rank]), (None, 0))
+                unread[rank] = [(other, n) for other, n in unread[rank] if posted[other] < n]
+                if unread[rank] or (own is not None and sent[own] < number):
+                    break
+                move = queue[at[rank]]
+                stage, forward = move.chunk * pp + rank, move.step is not None
+                if stage < pp * vpp - 1 if forward else stage > 0:
+                    own = link(stage if forward else stage - 1, forward)
+                    sent[own] += 1
+                    unread[rank].append((own, sent[own]))
+                at[rank] += 1
+                moved = True
+    return all(at[rank] == len(queue) for rank, queue in enumerate(queues))
+
+
+def test_no_schedule_stops_when_every_move_waits_for_its_device():
+    for pp, vpp, count in itertools.product(range(2, 7), range(1, 5), (1, 2, 4, 5, 7, 12, 15)):
+        assert meets(pp, vpp, count, receives_ahead(vpp)), (pp, vpp, count)
+        assert meets(pp, vpp, count, receives_ahead(vpp), trains=False), (pp, vpp, count)
+    assert not meets(2, 2, 4, 0), "receives posted in their own turn stop here"

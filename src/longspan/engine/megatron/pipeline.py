@@ -2,10 +2,13 @@
 
 Sends never wait: every receive finds its send posted, whatever the order of the stages. Activations and gradients, and
 what travels from the last rank back to the first, use communicators of their own: NCCL runs what shares one in order.
+Interleaved, a receive is posted before the move ahead of it runs: then no order stops even if every move waited for its
+whole device, pending sends too (a first kernel, or memory given back, does that under CUDA; the tests play it).
 Own schedule: megatron-core's allocates on CUDA by name, wants micro-steps divisible by pp when interleaved, and equal
 shapes or a handshake; here both sides know each micro-step's rows from the shared plan.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +19,7 @@ from torch import Tensor
 from longspan.engine.backend import MicroStep, Program
 from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.model import Stage
-from longspan.engine.megatron.schedule import schedule
+from longspan.engine.megatron.schedule import Move, receives_ahead, schedule
 from longspan.engine.memory import explain_out_of_memory
 from longspan.layout import CPGroup
 
@@ -30,7 +33,18 @@ class Flight:
     incoming: Tensor | None
     out: Tensor
     aside: Tensor | None  # the chunk's own loss terms, added to what comes back
-    step: MicroStep
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A tensor on its way here."""
+
+    tensor: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.tensor
 
 
 class Wire:
@@ -42,9 +56,7 @@ class Wire:
     def send(self, x: Tensor, group: CPGroup, target: int) -> None:
         self.works = [(work, sent) for work, sent in self.works if not work.is_completed()]
         kept = x.detach().contiguous()
-        work = dist.isend(kept, group.ranks[target], group=group.group)
-        assert work is not None
-        self.works.append((work, kept))
+        self.works.append((_started(dist.isend(kept, group.ranks[target], group=group.group)), kept))
 
     def finish(self) -> None:
         for work, _ in self.works:
@@ -86,11 +98,9 @@ def connect(groups: Groups, device: torch.device) -> None:
 
     def carry(group: CPGroup, source: int, target: int) -> None:
         if groups.pp.rank == source:
-            work = dist.isend(number, group.ranks[target], group=group.group)
-            assert work is not None
-            work.wait()
+            _started(dist.isend(number, group.ranks[target], group=group.group)).wait()
         elif groups.pp.rank == target:
-            _receive(number, group, source)
+            dist.recv(number, group.ranks[source], group=group.group)
 
     for stage in range(last):
         carry(groups.forwards, stage, stage + 1)
@@ -109,49 +119,77 @@ def run_pipeline(
     after_backward: Callable[[], None],
 ) -> None:
     """Every micro-step forward and, for training programs, backward; after_backward runs when gradients have landed."""
-    wire, links = Wire(), Links.of(groups)
-    flights: dict[tuple[int, int], Flight] = {}
-    moves = schedule(steps, rank=groups.pp.rank, pp=groups.pp.size, vpp=len(chunks), trains=program.trains)
+    passage, ahead = Passage(chunks, Links.of(groups), program), receives_ahead(len(chunks))
     with torch.set_grad_enabled(program.trains):
-        for move in moves:
-            chunk, place = chunks[move.chunk], (move.number, move.chunk)
+        for move in schedule(steps, rank=groups.pp.rank, pp=groups.pp.size, vpp=len(chunks), trains=program.trains):
+            passage.post(move)
+            if len(passage.posted) > ahead:
+                passage.run(after_backward)
+        while passage.posted:
+            passage.run(after_backward)
+    passage.wire.finish()
+
+
+class Passage:
+    """The micro-steps of one call on their way through this rank's chunks."""
+
+    def __init__(self, chunks: Sequence[Stage], links: Links, program: Program) -> None:
+        self.chunks, self.links, self.program = chunks, links, program
+        self.wire = Wire()
+        self.posted: deque[tuple[Move, Arrival | None]] = deque()  # moves to run, in order
+        self.steps: dict[int, MicroStep] = {}  # by number, until a move is its last one here
+        self.flights: dict[tuple[int, int], Flight] = {}  # by number and chunk
+
+    def post(self, move: Move) -> None:
+        """Put a move in line, and the receive that it starts with on its way."""
+        if move.step is not None:
+            self.steps[move.number] = move.step
+        stage, step, links = self.chunks[move.chunk], self.steps[move.number], self.links
+        if move.step is not None:
+            alone, group, source = stage.first, links.forwards_in, links.preceding
+        else:
+            alone, group, source = stage.last, links.backwards_in, links.following
+        arrival = None
+        if not alone:
+            into = torch.empty(stage.shape_between(step), dtype=stage.shape.dtype, device=step.segment.device)
+            arrival = Arrival(into, _started(dist.irecv(into, group.ranks[source], group=group.group)))
+        self.posted.append((move, arrival))
+
+    def run(self, after_backward: Callable[[], None]) -> None:
+        """The next move."""
+        move, arrival = self.posted.popleft()
+        trains = self.program.trains
+        with explain_out_of_memory(self.steps[move.number], trains=trains):
             if move.step is not None:
-                with explain_out_of_memory(move.step, trains=program.trains):
-                    flight = _forward(chunk, links, move.step, program, wire)
-                if program.trains:
-                    flights[place] = flight
+                self._forward(move, move.step, arrival)
             else:
-                flight = flights.pop(place)
-                with explain_out_of_memory(flight.step, trains=True):
-                    _backward(chunk, links, flight, wire)
-                after_backward()
-    wire.finish()
+                self._backward(move, arrival)
+        del arrival
+        if move.step is None:
+            after_backward()
+        if (move.step is None) == trains and move.chunk == (0 if trains else len(self.chunks) - 1):
+            del self.steps[move.number]
+
+    def _forward(self, move: Move, step: MicroStep, arrival: Arrival | None) -> None:
+        stage, trains = self.chunks[move.chunk], self.program.trains
+        incoming = None if arrival is None else arrival.wait().requires_grad_(trains)
+        out, aside = stage(step, incoming, self.program)
+        if not stage.last:
+            self.wire.send(out, self.links.forwards_out, self.links.following)
+        if trains:
+            self.flights[move.number, move.chunk] = Flight(incoming, out, aside)
+
+    def _backward(self, move: Move, arrival: Arrival | None) -> None:
+        flight = self.flights.pop((move.number, move.chunk))
+        gradient = None if arrival is None else arrival.wait()
+        roots = [(x, g) for x, g in ((flight.out, gradient), (flight.aside, None)) if x is not None and x.requires_grad]
+        if roots:
+            torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
+        if flight.incoming is not None:
+            assert flight.incoming.grad is not None, "hidden states of the stage before reach every later one"
+            self.wire.send(flight.incoming.grad, self.links.backwards_out, self.links.preceding)
 
 
-def _forward(stage: Stage, links: Links, step: MicroStep, program: Program, wire: Wire) -> Flight:
-    incoming = None
-    if not stage.first:
-        incoming = torch.empty(stage.shape_between(step), dtype=stage.shape.dtype, device=step.segment.device)
-        _receive(incoming, links.forwards_in, links.preceding)
-        incoming.requires_grad_(program.trains)
-    out, aside = stage(step, incoming, program)
-    if not stage.last:
-        wire.send(out, links.forwards_out, links.following)
-    return Flight(incoming, out, aside, step)
-
-
-def _backward(stage: Stage, links: Links, flight: Flight, wire: Wire) -> None:
-    gradient = None
-    if not stage.last:
-        gradient = torch.empty_like(flight.out)
-        _receive(gradient, links.backwards_in, links.following)
-    roots = [(x, g) for x, g in ((flight.out, gradient), (flight.aside, None)) if x is not None and x.requires_grad]
-    if roots:
-        torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
-    if flight.incoming is not None:
-        assert flight.incoming.grad is not None, "hidden states of the stage before reach every later one"
-        wire.send(flight.incoming.grad, links.backwards_out, links.preceding)
-
-
-def _receive(into: Tensor, group: CPGroup, source: int) -> None:
-    dist.recv(into, group.ranks[source], group=group.group)
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
+    return work

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from longspan.engine.backend import MicroStep
 
-__all__ = ["Move", "schedule"]
+__all__ = ["Move", "receives_ahead", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,12 @@ class Move:
     number: int
     chunk: int
     step: MicroStep | None
+
+
+def receives_ahead(vpp: int) -> int:
+    """How many moves before its own a receive is posted. Without interleaving none: a micro-step is made only when its turn
+    comes, and 1F1B stops in no case."""
+    return 1 if vpp > 1 else 0
 
 
 def schedule(steps: Iterable[MicroStep], *, rank: int, pp: int, vpp: int, trains: bool) -> Iterator[Move]:
