@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ragged
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from ragged import RULE
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -25,7 +27,7 @@ from longspan.parity.differences import parameters, tokens
 from longspan.parity.reference import Reference
 from longspan.parity.samples import default_samples, fill_fields
 
-CASE = Case("ppo", "ppo", {"clip": 0.2, "value": 0.5}, "sample")
+CASE = Case("ppo", "ppo", {"clip": 0.2, "value": 0.5}, **RULE)
 STEP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1, "clip_norm": 0.05}
 DRAWN = {"init_lora_weights": False}  # both factors random: an adapter that starts at zero hides half of its errors
 
@@ -75,7 +77,7 @@ def train(jobs: list[tuple[Adapted, str, list[Sample]]]) -> list[Told]:
         engine = build(adapted, layout)
         before = engine.state_dict()
         for _ in range(2):
-            engine.forward_backward(samples, CASE.objective(), normalise=CASE.normalise)
+            ragged.train(engine, samples, CASE)
             gradients = engine.gradients()
             engine.optim_step(AdamW(**STEP))
         found.append((before, gradients, engine.state_dict()))
