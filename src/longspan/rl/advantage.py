@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import UserError
+from longspan.typed import typed
 
 __all__ = ["ADVANTAGES", "gae", "group_members", "grpo", "grpo_unscaled", "rloo"]
 
@@ -26,16 +27,19 @@ def group_members(groups: Sequence[Hashable | None]) -> list[list[int]]:
     return list(members.values())
 
 
+@typed
 def grpo(rewards: Sequence[float], groups: Sequence[Hashable | None]) -> list[float]:
     """(r - mean) / (std + 1e-4) within each group, with the sample standard deviation (n - 1)."""
     return _by_group(rewards, groups, lambda r: (r - r.mean()) / (r.std() + STD_EPS))
 
 
+@typed
 def grpo_unscaled(rewards: Sequence[float], groups: Sequence[Hashable | None]) -> list[float]:
     """r - mean within each group (Dr. GRPO, Liu et al. 2025: no division by the standard deviation)."""
     return _by_group(rewards, groups, lambda r: r - r.mean())
 
 
+@typed
 def rloo(rewards: Sequence[float], groups: Sequence[Hashable | None]) -> list[float]:
     """r minus the mean of the others of its group (Ahmadian et al. 2024)."""
     return _by_group(rewards, groups, lambda r: r - (r.sum() - r) / (len(r) - 1))
@@ -66,6 +70,7 @@ ADVANTAGES: dict[str, Callable[[Sequence[float], Sequence[Hashable | None]], lis
 }
 
 
+@typed
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Advantage and return of every token of one sample, 0 where mask is 0.
 

@@ -26,6 +26,7 @@ from longspan.engine import Engine
 from longspan.errors import CheckpointError, UserError
 from longspan.observe import MetricsWriter, Phases, append_jsonl, keep_until
 from longspan.rl.config import RunConfig
+from longspan.typed import typed
 
 __all__ = ["Position", "Run", "publish_folder"]
 
@@ -41,6 +42,7 @@ class Position:
     consumed: int
 
 
+@typed
 class Run:
     """One rank's hold on the run. `begin` resumes; loops call `start`, `record` and `end_step`."""
 

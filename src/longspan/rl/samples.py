@@ -14,10 +14,12 @@ from torch import Tensor
 from longspan.data import Sample
 from longspan.errors import UserError
 from longspan.rl.task import Prompt, Rollout
+from longspan.typed import typed
 
 __all__ = ["answer_sample", "on_response", "rollout_sample", "with_field"]
 
 
+@typed
 def rollout_sample(prompt: Prompt, rollout: Rollout, *, advantage: float, temperature: float, group: str) -> Sample:
     """The sample of one rollout, with its advantage, the sampler's log-probs as old_logprob, and the temperature if
     not 1."""
@@ -31,6 +33,7 @@ def rollout_sample(prompt: Prompt, rollout: Rollout, *, advantage: float, temper
     return _sample(prompt, rollout.ids, fields, group)
 
 
+@typed
 def answer_sample(prompt: Prompt) -> Sample:
     """The supervised sample of a prompt with its right answer."""
     if not prompt.answer:

@@ -15,12 +15,14 @@ from longspan.rl.config import Supervised
 from longspan.rl.numbers import step_numbers
 from longspan.rl.run import Position, Run
 from longspan.rl.task import EpochOrder
+from longspan.typed import typed
 
 __all__ = ["supervised", "supervised_rows"]
 
 Batch = Callable[[int, int], tuple[Sequence[Sample], Sequence[str]]]  # (cursor, count) -> samples, row names
 
 
+@typed
 def supervised_rows(
     engine: Engine, samples: Sequence[Sample], config: Supervised, run: Run, *, source: str, stage: str
 ) -> None:
@@ -41,6 +43,7 @@ def supervised_rows(
     supervised(engine, batch, config, run, stage=stage)
 
 
+@typed
 def supervised(engine: Engine, batch: Batch, config: Supervised, run: Run, *, stage: str = "supervised") -> None:
     """Run the stage from where it stands to its last step. Collective."""
     position = run.start(stage)

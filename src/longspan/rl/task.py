@@ -68,6 +68,7 @@ class Task(Protocol):
         ...
 
 
+@typed
 class EpochOrder:
     """An endless seeded walk over a data set of `size` rows; each epoch is its own permutation. `order[i]` is a row."""
 
