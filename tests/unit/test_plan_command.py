@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 
@@ -128,6 +129,24 @@ def test_no_layout_helps_where_one_layer_does_not_fit(tmp_path, capsys):
         (["--lengths", "9", "--visual-share", "2"], "visual_share=2.0 is not in 0..1"),
         (["--lengths", "9", "--picture", "plan.gif"], "must end in .png or .html"),
         (["--histogram", "/nowhere.json"], "--histogram /nowhere.json cannot be read"),
+        (["--lengths", "9", "--layouts", "tp2,dp4"], "need 2, 4 ranks. Rank layouts of equally many"),
+        (["--lengths", "9", "--layouts", "tp2,x2"], "unknown part 'x2'"),
+        (["--lengths", "9", "--layouts", ","], "names no layout"),
+        (
+            ["--lengths", "9", "--layouts", "tp2", "--gpus", "4"],
+            "needs dp * cp * tp * pp = 1 * 1 * 2 * 1 = 2 GPUs, and there are 4",
+        ),
+        (["--lengths", "9", "--layouts", "pp3"], "pp * vpp=3 must divide the model's 2 layers. Use pp * vpp in (1, 2)"),
+        (["--lengths", "9", "--layouts", "tp4"], "tp=4 must divide the model's 2 KV heads. Use tp in (1, 2)"),
+        (["--lengths", "9", "--freeze", "head"], "name some of vision, embeddings, layers"),
+        (["--lengths", "9", "--max-tokens-per-rank", "0"], "max_tokens_per_rank=0 must be a positive number"),
+        (["--model", "tiny:gemma3", "--lengths", "9", "--layouts", "tp2"], "no weight table for Gemma3ForCausalLM"),
+        (
+            ["--lengths", "9", "--json", "/dev/null/x"],
+            "--json: /dev/null/x cannot be written, because /dev/null is no folder",
+        ),
+        (["--lengths", "9", "--json", "/tmp"], "--json: /tmp cannot be written, because it is a folder"),
+        (["--lengths", "9", "--picture", "/dev/null/x.png"], "--picture: /dev/null/x.png cannot be written"),
     ],
 )
 def test_contradictory_settings_are_refused(capsys, arguments, words):
@@ -143,3 +162,98 @@ def test_histograms(tmp_path):
         path.write_text(text)
         with pytest.raises(UserError, match=words):
             read_histogram(path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--model", "tiny:qwen3", "--lengths", "9"],
+        ["bench"],
+        ["bench", "--calibrate", "mine.json"],
+        ["parity"],
+        ["export", "run", "out"],
+    ],
+    ids=" ".join,
+)
+def test_a_report_that_cannot_be_written_is_refused_before_any_work(command, capsys):
+    started = time.perf_counter()
+    assert main([*command, "--json", "/dev/null/x"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.endswith(
+        "--json: /dev/null/x cannot be written, because /dev/null is no folder that this user may write to"
+    )
+    assert len(said.splitlines()) == 1 and time.perf_counter() - started < 20
+
+
+def test_a_file_that_is_not_utf8_is_one_line_and_status_2(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"input_ids": [1], "target_ids": [2], "mask": [1]}\n{"group": "\xff"}\n')
+    assert main(["plan", "--model", "tiny:qwen3", "--samples", str(path)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert len(said.splitlines()) == 1 and "line 2" in said and "UTF-8" in said
+    path.write_bytes(b'{"2000": 3, "\xff": 1}')
+    assert main(["plan", "--model", "tiny:qwen3", "--histogram", str(path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def planned(tmp_path, *flags):
+    out = tmp_path / "plan.json"
+    command = ["plan", "--model", model_folder(tmp_path), "--lengths", "2000x63,16384", "--json", str(out)]
+    assert main([*command, *flags]) == 0
+    return json.loads(out.read_text())
+
+
+def test_layouts_of_both_backends_are_ranked_by_the_same_clock(tmp_path, capsys):
+    names = ("dp4", "dp2-cp2", "dp2-tp2-sp", "dp2-tp2", "cp2-tp2-sp", "dp2-pp2", "tp4", "tp2-pp2")
+    report = planned(tmp_path, "--layouts", ",".join(names), "--recompute", "full")
+    ranked = [(report["makespan_s"], report["layout"]), *((c["makespan_s"], c["name"]) for c in report["alternatives"])]
+    assert [seconds for seconds, _ in ranked[1:]] == sorted(seconds for seconds, _ in ranked[1:])
+    place = {
+        name: next(n for n, (_, found) in enumerate(ranked) if found.startswith(name + "-ulysses")) for name in names
+    }
+    assert place["dp4"] < place["dp2-tp2-sp"] < place["dp2-tp2"] < place["tp4"], (
+        "what fits without tp is not faster with it"
+    )
+    said = capsys.readouterr().out
+    assert "memory of a rank:" in said and "tp2-pp2" in said.replace("\n", "")
+
+
+def test_a_pipeline_says_what_each_stage_holds_and_waits(tmp_path):
+    report = planned(tmp_path, "--layouts", "pp4")
+    assert report["backend"] == "megatron" and len(report["stages"]) == 4
+    assert 0 < report["bubble_share"] < report["idle_share"]
+    busy = [stage["busy_share"] for stage in report["stages"]]
+    assert busy[3] == max(busy) > 1.2 * busy[1] == pytest.approx(1.2 * busy[2]), "the head is on the last stage"
+    held = [sum(stage["memory_gib"].values()) for stage in report["stages"]]
+    assert report["peak_memory_gib"] == pytest.approx(max(held)) and held[1] > held[2], "more micro-steps in flight"
+
+
+def test_a_search_of_megatrons_layouts(tmp_path):
+    """One row of 98,304 tokens on 4 GPUs: the search finds what fits, and the layout it names is planned alike by itself."""
+    out = tmp_path / "plan.json"
+    command = ["plan", "--model", model_folder(tmp_path), "--lengths", "98304", "--gpus", "4", "--json", str(out)]
+    assert main([*command, "--gpu-memory-gib", "40", "--backend", "megatron"]) == 0
+    found = json.loads(out.read_text())
+    assert found["peak_memory_gib"] <= 40 and found["backend"] == "megatron"
+    name = found["layout"]
+    assert main([*command, "--gpu-memory-gib", "40", "--backend", "megatron", "--layouts", name]) == 0
+    again = json.loads(out.read_text())
+    assert again["makespan_s"] == pytest.approx(found["makespan_s"]) and again["layout"] == name
+
+
+def test_settings_of_a_run_are_planned_as_they_are(tmp_path):
+    """A budget, a policy and frozen embeddings, as a recipe has them."""
+    free = planned(tmp_path, "--layouts", "dp2-tp2-sp")
+    held = planned(
+        tmp_path,
+        "--layouts",
+        "dp2-tp2-sp",
+        "--recompute",
+        "full",
+        "--max-tokens-per-rank",
+        "16384",
+        "--freeze",
+        "embeddings",
+    )
+    assert held["recompute"] == "full" and held["max_tokens_per_rank"] == 16384 <= held["room_tokens_per_rank"]
+    assert held["stages"][0]["memory_gib"]["gradients"] < free["stages"][0]["memory_gib"]["gradients"]

@@ -1,6 +1,8 @@
 """Observed against predicted: a call that parts from its plan by more than 20 % gets one sentence with the likeliest
 reason."""
 
+from dataclasses import replace
+
 import pytest
 
 from longspan.engine.watch import AGAIN, Call, Signals, Watch
@@ -95,3 +97,35 @@ def test_without_constants_nothing_is_said():
     assert watch.see(call(1.0, modelled=1000.0)) is None
     assert watch.predicted_s(2000.0) == pytest.approx(2.0)
     assert watch.see(call(50.0, modelled=1000.0)) is None
+
+
+def test_a_pipelines_bubble_is_named_as_such():
+    watch = Watch("mine", "cuda", stage=0)
+    watch.see(call(1.0))
+    said = watch.see(replace(call(1.5), bubble_share=0.2))
+    assert (
+        said is not None and "20% of the call as the pipeline's bubble" in said and "lower max_tokens_per_rank" in said
+    )
+    full = Watch("mine", "cuda", stage=0)
+    full.see(call(1.0))
+    assert "constants" in (full.see(replace(call(1.5), bubble_share=0.02)) or ""), "a full pipeline is not what is slow"
+    fast = Watch("mine", "cuda", stage=0)
+    fast.see(call(1.0))
+    assert "constants" in (fast.see(replace(call(0.5), bubble_share=0.2)) or ""), "nobody is fast by waiting"
+
+
+def test_tensor_parallel_ranks_wait_for_each_other():
+    watch = Watch("mine", "cuda")
+    watch.see(call(1.0))
+    said = watch.see(replace(call(1.5), parts=PARTS | {"tensor": 3.0}))
+    assert said is not None and "tensor-parallel ranks" in said and "23%" in said
+
+
+def test_full_memory_names_the_stage_and_both_peaks():
+    watch = Watch("mine", "cuda", stage=2)
+    watch.see(call(1.0))
+    said = watch.see(replace(call(5.0, after=Signals(3, 0)), memory=(101.25, 130.0)))
+    assert (
+        said is not None
+        and "memory of pipeline stage 2 is full (the memory model says 101.2 GiB, the peak is 130.0)" in said
+    )

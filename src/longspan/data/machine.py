@@ -53,8 +53,8 @@ class Machine:
                 f"no machine constants {path}. Shipped: {known}; `longspan bench --calibrate FILE.json` measures yours."
             )
         try:
-            values = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise UserError(f"machine file {path} is not JSON: {error}.") from None
         if not isinstance(values, dict):
             raise UserError(f"machine file {path} holds a {type(values).__name__}, not an object of constants.")

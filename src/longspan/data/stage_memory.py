@@ -29,7 +29,7 @@ from longspan.data.shape import ModelShape
 from longspan.data.stage_activations import StageActivations
 from longspan.data.stages import Cut, OwnWeights, own_weights
 
-__all__ = ["StageMemory", "Trained"]
+__all__ = ["EVERYTHING", "StageMemory", "Trained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,9 @@ class Trained:
         )
 
 
+EVERYTHING = Trained()
+
+
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes of a rank. `parts` by cause on the fullest pipeline rank; `peak` their sum."""
@@ -59,7 +62,7 @@ class StageMemory:
     flights: tuple[int, ...]  # of each pipeline rank (engine/pipelines.py plays the schedule for it)
     recompute: Recompute = "selective"
     bytes_per_value: int = 2
-    trained: Trained = Trained()
+    trained: Trained = EVERYTHING
     moments_per_weight: int = 2  # 2 AdamW, 0 plain SGD
     visual_share: float = 0.0
     ep: int = 1

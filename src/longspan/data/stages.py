@@ -1,10 +1,11 @@
 """Cut: over how many ranks a model's matrices and layers are cut, and what one pipeline rank then holds. Pure numbers.
 
 What backend="megatron" cuts over tp: projections and heads of attention, recurrent layers' heads, dense MLPs, the
-vocabulary's rows; the columns of experts where etp = tp. What every tensor-parallel rank repeats: norms, routers and (else) experts, the vision tower, and the
-head's work (its weight is gathered for a micro-step). Under sequence parallelism each has 1/tp of the rows of norms and of
-the residual stream. Layers are cut over pp * vpp virtual stages in equal numbers; a model's kinds of layer are taken as
-evenly spread over them. Embeddings and tower are on the first stage, the output layer on the last (a tied one twice).
+vocabulary's rows; the columns of experts where etp = tp. What every tensor-parallel rank repeats: norms, routers, experts
+without etp, the vision tower, and the head's work (its weight is gathered for a micro-step). Under sequence parallelism each
+has 1/tp of the rows of norms and of the residual stream. Layers are cut over pp * vpp virtual stages in equal numbers; a
+model's kinds of layer are taken as evenly spread over them. Embeddings and tower are on the first stage, the output layer on
+the last (a tied one twice).
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,8 @@
 """Layouts for a model, a machine and a list of lengths: every sensible one is planned under one cost model, the fastest wins.
 
-Pure CPU and deterministic. A candidate is a context-parallel size (or dynamic CP), a mixer and a recomputation policy; the memory
-model turns the GPU's memory into its token budget, and the planner gives its makespan. What does not fit is kept with the reason,
+Pure CPU and deterministic. A candidate is a backend, a layout (or dynamic CP), a mixer and a recomputation policy; the memory
+model turns the GPU's memory into its token budget, and the planner gives its makespan: of backend="megatron" the plan played out
+over stages, and the traffic of one optimizer step, which FSDP has in its micro-steps. What does not fit is kept with the reason,
 so that the advice can say what the others would cost.
 """
 
@@ -15,9 +16,13 @@ from longspan.data.machine import Machine
 from longspan.data.memory import MemoryModel
 from longspan.data.planner import few_sizes
 from longspan.data.shape import ModelShape
+from longspan.data.stage_memory import EVERYTHING, StageMemory, Trained
+from longspan.data.stages import WHOLE, own_weights
+from longspan.engine.cuts import check_cut, cut_layouts
 from longspan.engine.mixer_choice import MixerChoice, choose_mixer
+from longspan.engine.pipelines import Played, cut_of, in_flight, plan_stages, slowest_stage
 from longspan.errors import UserError
-from longspan.layout import Layout
+from longspan.layout import Layout, resolve
 
 __all__ = ["Candidate", "Request", "advise", "bound_s", "cost_of", "explain", "memory_of", "mixer_for"]
 
@@ -49,6 +54,11 @@ class Request:
     visual_share: float = 0.0  # visual tokens, of all
     compile: bool = False
     bytes_per_value: int = 2
+    backend: str = "fsdp"  # "fsdp", "megatron" or "any"
+    layouts: tuple[Layout, ...] = ()  # only these; tp and pp go to megatron
+    recompute: str | None = None  # only this policy
+    most_tokens: int | None = None  # a token budget below what memory allows
+    trained: Trained = EVERYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +68,26 @@ class Candidate:
     layout: Layout
     dynamic: bool
     recompute: str
-    offload: tuple[str, ...]
+    offload: tuple[str, ...] = ()
+    backend: str = "fsdp"
     budget: int = 0  # tokens a rank a micro-step
     room: int = 0  # tokens a rank that the memory holds; `budget` is no more than the batch needs
     plan: Plan | None = None
     makespan_s: float = float("inf")
     peak_gib: float = 0.0
+    peak_row: tuple[int, int] = (0, 1)  # tokens a rank and CP size of the fullest row
+    played: Played | None = None  # megatron: the plan on the clock
     reason: str = ""
 
     @property
     def name(self) -> str:
         """Layout, policy and offload in one word each."""
         parts = [self.layout.name + ("-dynamic" if self.dynamic else ""), self.recompute, *self.offload]
-        return " ".join(parts)
+        return " ".join([*parts, *(["megatron"] if self.backend == "megatron" else [])])
+
+    @property
+    def data_ranks(self) -> int:
+        return self.layout.dp * self.layout.cp
 
 
 def advise(request: Request) -> list[Candidate]:
@@ -78,11 +95,12 @@ def advise(request: Request) -> list[Candidate]:
 
     Raises UserError where nothing fits, with the smallest change that would.
     """
-    found = _evaluated(request, POLICIES)
-    if found[0].plan is None:
+    policies = [policy for policy in POLICIES if request.recompute in (None, policy[0])]
+    found = _evaluated(request, policies)
+    if found[0].plan is None and request.recompute is None:
         found = sorted([*_evaluated(request, OFFLOADING), *found], key=_order)
     if found[0].plan is None:
-        raise UserError(_smallest_change(request, found))
+        raise UserError(_refusal(request, found))
     level = [c for c in found if c.makespan_s <= LEVEL * found[0].makespan_s]
     simplest = min(level, key=lambda c: (c.layout.cp, c.dynamic, c.makespan_s))
     return [simplest, *(c for c in found if c is not simplest)]
@@ -91,11 +109,33 @@ def advise(request: Request) -> list[Candidate]:
 def _evaluated(request: Request, policies: Sequence[Policy]) -> list[Candidate]:
     """Every layout under every policy, the fastest first."""
     found = [
-        _evaluate(request, layout, dynamic=dynamic, recompute=recompute, offload=offload)
-        for layout, dynamic in _layouts(request)
+        _evaluate(request, replace(blank, recompute=recompute, offload=offload))
+        for blank in _blanks(request)
         for recompute, offload in policies
+        if blank.backend == "fsdp" or not offload
     ]
     return sorted(found, key=_order)
+
+
+def _blanks(request: Request) -> list[Candidate]:
+    """Layouts to evaluate, each with the backend that runs it."""
+    if request.layouts:
+        cut = [layout.tp * layout.pp > 1 or request.backend == "megatron" for layout in request.layouts]
+        found = [
+            Candidate(layout, False, "selective", backend="megatron" if stages else "fsdp")
+            for layout, stages in zip(request.layouts, cut, strict=True)
+        ]
+        again = [replace(c, backend="megatron") for c in found if request.backend == "any" and c.backend == "fsdp"]
+        return [*found, *again]
+    found = []
+    if request.backend != "megatron":
+        found += [Candidate(layout, dynamic, "selective") for layout, dynamic in _layouts(request)]
+    if request.backend != "fsdp":
+        found += [
+            Candidate(mixer_for(request, layout).layout, False, "selective", backend="megatron")
+            for layout in cut_layouts(request.shape, request.gpus, request.machine.node_ranks)
+        ]
+    return found
 
 
 def _order(candidate: Candidate) -> tuple[float, int, int, int]:
@@ -106,9 +146,9 @@ def _order(candidate: Candidate) -> tuple[float, int, int, int]:
 
 def bound_s(request: Request, candidate: Candidate) -> float:
     """No plan under this candidate's policy is faster, whatever the sizes."""
-    cost = cost_of(request, candidate.layout, candidate.recompute, candidate.offload)
+    cost = slowest_stage(cost_of(request, candidate), request.lengths, candidate.layout.cp)
     sizes = _sizes(request, candidate.layout)
-    limits = Limits(request.gpus, 1, max(candidate.budget, 2), candidate.layout.index, sizes)
+    limits = Limits(candidate.data_ranks, 1, max(candidate.budget, 2), candidate.layout.index, sizes)
     return lower_bound(request.lengths, limits, cost)
 
 
@@ -128,11 +168,12 @@ def mixer_for(request: Request, layout: Layout) -> MixerChoice:
     """The layout with its cheapest mixer for the longest sample, as the engine's mixer="auto" has it, and why."""
     if layout.cp == 1:
         return MixerChoice(replace(layout, mixer="ulysses", index="contiguous"))
+    backend = "megatron" if layout.tp * layout.pp > 1 else "fsdp"
     return choose_mixer(
         layout,
-        lambda each: cost_of(request, each, "selective"),
+        lambda each: cost_of(request, Candidate(each, False, "selective", backend=backend)),
         size=layout.cp,
-        heads=request.shape.heads,
+        heads=request.shape.heads // layout.tp,
         recurrent=request.recurrent,
         windowed=request.windowed,
         tokens=-(-max(request.lengths) // layout.cp),
@@ -141,8 +182,8 @@ def mixer_for(request: Request, layout: Layout) -> MixerChoice:
 
 def _sizes(request: Request, layout: Layout) -> tuple[int, ...]:
     """CP sizes that dynamic CP may use."""
-    deals = layout.mixer != "ulysses"
-    return tuple(size for size in range(1, request.gpus + 1) if deals or request.shape.heads % size == 0)
+    deals, heads = layout.mixer != "ulysses", request.shape.heads // layout.tp
+    return tuple(size for size in range(1, layout.dp * layout.cp + 1) if deals or heads % size == 0)
 
 
 def explain(request: Request, found: Sequence[Candidate]) -> list[str]:
@@ -154,6 +195,7 @@ def explain(request: Request, found: Sequence[Candidate]) -> list[str]:
         said += [why] if why.startswith(f"mixer {best.layout.mixer}") else []
     for name, same in (
         ("dynamic CP", lambda c: c.dynamic == best.dynamic),
+        ("how weights are cut", lambda c: _weights_of(c) == _weights_of(best)),
         ("the CP size", lambda c: c.dynamic != best.dynamic or c.layout.cp == best.layout.cp),
         ("recomputation", lambda c: c.recompute == best.recompute),
     ):
@@ -169,9 +211,13 @@ def explain(request: Request, found: Sequence[Candidate]) -> list[str]:
     return said
 
 
+def _weights_of(candidate: Candidate) -> tuple[str, int, int]:
+    return candidate.backend, candidate.layout.tp, candidate.layout.pp
+
+
 def _why_size(request: Request, best: Candidate) -> str:
     """What the longest and the middle sample cost at each CP size, in GPU-seconds against the cheapest."""
-    cost, index = cost_of(request, best.layout, best.recompute, best.offload), best.layout.index
+    cost, index = cost_of(request, best), best.layout.index
     ordered, parts = sorted(request.lengths), []
     for length in dict.fromkeys((ordered[-1], ordered[len(ordered) // 2])):
         sizes = few_sizes(_sizes(request, best.layout))
@@ -184,67 +230,121 @@ def _why_size(request: Request, best: Candidate) -> str:
     return "GPU time of a sample by CP size, against the least: " + "; ".join(parts)
 
 
-def cost_of(request: Request, layout: Layout, recompute: str, offload: tuple[str, ...] = ()) -> CostModel:
+def cost_of(request: Request, candidate: Candidate) -> CostModel:
+    layout = candidate.layout
     return CostModel(
         request.shape,
         request.machine,
-        request.gpus,
+        candidate.data_ranks,
         mixer=layout.mixer,
         index=layout.index,
+        linear="heads" if layout.linear == "heads" else "state",
         ulysses=layout.ulysses,
-        recompute=recompute,
+        recompute=candidate.recompute,
         trained_share=request.trained_share,
         visual_share=request.visual_share,
-        offload=offload,
+        ep=layout.ep,
+        offload=candidate.offload,
         bytes_per_value=request.bytes_per_value,
+        sharded=candidate.backend == "fsdp",
+        cut=cut_of(layout),
     )
 
 
-def memory_of(request: Request, recompute: str, offload: tuple[str, ...]) -> MemoryModel:
+def memory_of(request: Request, candidate: Candidate) -> MemoryModel | StageMemory:
+    layout, trained = candidate.layout, request.trained
+    if candidate.backend == "megatron":
+        return StageMemory(
+            request.shape,
+            cut_of(layout),
+            candidate.data_ranks,
+            in_flight(layout.pp, layout.vpp),
+            candidate.recompute,
+            bytes_per_value=request.bytes_per_value,
+            trained=trained,
+            visual_share=request.visual_share,
+            ep=layout.ep,
+        )
     return MemoryModel(
         request.shape,
         request.gpus,
-        recompute,
-        offload,
+        candidate.recompute,
+        candidate.offload,
         bytes_per_value=request.bytes_per_value,
+        trainable_share=trained.of(own_weights(request.shape, WHOLE, 0)).total / request.shape.weights,
+        head_trained=trained.embeddings,
         visual_share=request.visual_share,
         compile=request.compile,
+        ep=layout.ep,
     )
 
 
-def _evaluate(
-    request: Request, layout: Layout, *, dynamic: bool, recompute: str, offload: tuple[str, ...]
-) -> Candidate:
-    blank = Candidate(layout, dynamic, recompute, offload)
-    memory = memory_of(request, recompute, offload)
-    sizes = _sizes(request, layout) if dynamic else None
-    cost = cost_of(request, layout, recompute, offload)
+def _evaluate(request: Request, blank: Candidate) -> Candidate:
     try:
+        candidate = replace(blank, layout=_resolved(request, blank))
+        layout, memory, cost = candidate.layout, memory_of(request, candidate), cost_of(request, candidate)
         room = memory.budget(request.memory_gib, size=layout.cp)
-        budget = min(room, _enough(request, layout))
-        limits = Limits(request.gpus, layout.cp, budget, layout.index, sizes)
-        plan = make_plan(request.lengths, limits, cost)
+        budget = min(room, _enough(request, layout), request.most_tokens or room)
+        sizes = _sizes(request, layout) if candidate.dynamic else None
+        limits = Limits(candidate.data_ranks, layout.cp, budget, layout.index, sizes)
+        if cost.sharded:
+            plan, played = make_plan(request.lengths, limits, cost), None
+            makespan_s = makespan(plan, request.lengths, cost, step_cost=cost.step_s)
+        else:
+            plan, played = plan_stages(request.lengths, limits, cost, layout, media=request.visual_share > 0)
+            makespan_s = played.makespan_s + cost.update_s
     except UserError as error:
         return replace(blank, reason=str(error))
-    tokens, size = max(
+    fullest = max(
         (row_tokens([request.lengths[i] for i in row.samples], row.size, layout.index), row.size)
         for rows in plan.micro_steps
         for row in rows
     )
     return replace(
-        blank,
+        candidate,
         budget=budget,
         room=room,
         plan=plan,
-        makespan_s=makespan(plan, request.lengths, cost, step_cost=cost.step_s),
-        peak_gib=memory.peak(tokens, size) / 2**30,
+        makespan_s=makespan_s,
+        peak_gib=memory.peak(*fullest) / 2**30,
+        peak_row=fullest,
+        played=played,
     )
+
+
+def _resolved(request: Request, blank: Candidate) -> Layout:
+    """The layout without "auto"; UserError for what the model or the backend cannot do."""
+    layout, shape = blank.layout, request.shape
+    if layout.ranks != request.gpus:
+        raise UserError(f"layout {layout.name} needs {layout.equation} GPUs, and there are {request.gpus}")
+    if blank.backend == "megatron":
+        check_cut(shape, layout)
+    elif layout.etp > 1:
+        raise UserError(f"etp={layout.etp} is backend='megatron''s")
+    if not request.layouts:
+        return layout
+    found = resolve(
+        mixer_for(request, layout).layout if layout.mixer == "auto" else layout,
+        heads=shape.heads // layout.tp,
+        kv_heads=shape.kv_heads // layout.tp,
+        recurrent=request.recurrent,
+        windowed=request.windowed,
+    )
+    return found if request.recurrent else replace(found, linear="auto")  # no layer that it would say anything of
 
 
 def _enough(request: Request, layout: Layout) -> int:
     """Tokens a rank that hold the whole batch at once; a larger budget changes nothing."""
     padded = sum(padded_length(length, layout.cp, layout.index) for length in request.lengths)
     return -(-padded // 2) * 2 + 2 * layout.cp
+
+
+def _refusal(request: Request, found: Sequence[Candidate]) -> str:
+    """What to say when nothing can run."""
+    if request.layouts or request.backend == "megatron":
+        said = dict.fromkeys(f"{c.name}: {c.reason.rstrip('.')}" for c in found)
+        return f"no layout can run on {request.gpus} GPUs of {request.memory_gib:g} GiB. " + "; ".join(list(said)[:6])
+    return _smallest_change(request, found)
 
 
 def _smallest_change(request: Request, found: Sequence[Candidate]) -> str:
@@ -269,5 +369,5 @@ def _smallest_change(request: Request, found: Sequence[Candidate]) -> str:
 def _runs(request: Request) -> bool:
     """Whether the layout that needs least can run: all GPUs on each sample, under the leanest policies."""
     layout = mixer_for(request, Layout(cp=request.gpus)).layout
-    lean = [("full", ()), *OFFLOADING]
-    return any(_evaluate(request, layout, dynamic=False, recompute=r, offload=o).plan is not None for r, o in lean)
+    lean = [Candidate(layout, False, recompute, offload) for recompute, offload in (("full", ()), *OFFLOADING)]
+    return any(_evaluate(request, candidate).plan is not None for candidate in lean)

@@ -28,8 +28,9 @@ from longspan.engine.engine import Engine
 from longspan.engine.plan_command import parse_lengths
 from longspan.errors import UserError
 from longspan.launch import launch
-from longspan.layout import parse_layout
+from longspan.layout import parse_layout, parse_layouts
 from longspan.objective import Objective
+from longspan.observe import check_writable
 
 __all__ = ["main"]
 
@@ -74,14 +75,17 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(BenchOptions, args=list(arguments), prog="longspan bench")
     if options.repeats < 1:
         raise UserError(f"repeats={options.repeats} must be at least 1")
+    for name, path in (("--json", options.json), ("--calibrate", options.calibrate)):
+        if path is not None:
+            check_writable(name, Path(path))
     if options.calibrate is not None:
         return calibrate(options, Path(options.calibrate))
     if options.ranks is not None:
         raise UserError(f"ranks={options.ranks} belongs to --calibrate; the layouts say how many ranks a bench runs on")
     lengths = parse_lengths(options.lengths)
     rows = []
-    for name in options.layouts.split(","):
-        ranks = parse_layout(name).ranks
+    for name, layout in parse_layouts(options.layouts).items():
+        ranks = layout.ranks
         found = launch(measure, options, name, lengths, ranks=ranks, timeout_s=options.timeout_s, device=options.device)
         rows.append({"layout": name, "ranks": ranks} | found[0])
     table = Table(title=f"{options.model}, {options.dtype}, {len(lengths)} samples, {sum(lengths):,} tokens")

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import tyro
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,16 +19,24 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from longspan.data.cost import CostModel
 from longspan.data.jsonl import read_jsonl
 from longspan.data.machine import Machine
 from longspan.data.shape import ModelShape
+from longspan.data.stage_memory import StageMemory, Trained
 from longspan.engine.advice import Candidate, Request, advise, bound_s, cost_of, explain, memory_of
+from longspan.engine.cuts import check_family
+from longspan.engine.pipelines import slowest_stage
 from longspan.errors import UserError
+from longspan.layout import Layout, parse_layouts
 from longspan.models.loading import read_config
+from longspan.observe import check_writable
 
 __all__ = ["PlanOptions", "main", "parse_lengths"]
 
 SPREAD = 64  # samples drawn for a "mean/max" request
+SHOWN = 8  # candidates of a search in the table
+FREEZE = ("vision", "embeddings", "layers")
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,17 @@ class PlanOptions:
     """Number of GPUs; by default this machine's."""
     gpu_memory_gib: float | None = None
     """Memory of one GPU; by default that of this machine's GPU, or where there is none of --machine."""
+    layouts: str | None = None
+    """Rank only these: comma-separated layouts such as tp2-sp,pp2,tp2-cp2, as `longspan parity` takes them. All have as many ranks;
+    that many is --gpus' default. tp and pp go to the megatron backend."""
+    backend: Literal["fsdp", "megatron", "any"] = "fsdp"
+    """Whose layouts are searched; with --layouts, whose those without tp and pp are."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Only this policy."""
+    max_tokens_per_rank: int | None = None
+    """At most so many tokens a rank, where the memory holds more."""
+    freeze: str = ""
+    """Parts without gradients, comma-separated: vision, embeddings, layers."""
     machine: str = "h200"
     """Machine constants: a shipped name, or a JSON file from `longspan bench --calibrate`."""
     trained_share: float = 1.0
@@ -63,13 +83,37 @@ class PlanOptions:
 def main(arguments: Sequence[str]) -> int:
     """Entry of the command."""
     options = tyro.cli(PlanOptions, args=list(arguments), prog="longspan plan")
+    if options.json is not None:
+        check_writable("--json", Path(options.json))
+    if options.picture is not None:
+        if Path(options.picture).suffix not in (".png", ".html"):
+            raise UserError(f"--picture {options.picture} must end in .png or .html")
+        check_writable("--picture", Path(options.picture))
+    request = _request(options)
+    found = advise(request)
+    report = _report(request, found)
+    _print(request, found, report)
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(report, indent=2))
+    if options.picture is not None:
+        _draw(request, found[0], report, Path(options.picture))
+    return 0
+
+
+def _request(options: PlanOptions) -> Request:
     machine = Machine.load(options.machine)
     config = read_config(options.model).to_dict()
     shape = ModelShape.from_config(config)
+    layouts = tuple(parse_layouts(options.layouts).values()) if options.layouts is not None else ()
+    if options.backend == "megatron" or any(layout.tp * layout.pp > 1 for layout in layouts):
+        check_family(config.get("architectures"))
+    most = options.max_tokens_per_rank
+    if most is not None and most < 1:
+        raise UserError(f"max_tokens_per_rank={most} must be a positive number of tokens")
     request = Request(
         shape,
         _lengths(options),
-        options.gpus if options.gpus is not None else max(1, torch.cuda.device_count()),
+        _gpus(options, layouts),
         options.gpu_memory_gib if options.gpu_memory_gib is not None else _memory_gib(machine),
         machine,
         recurrent=shape.linear_layers > 0,
@@ -77,16 +121,35 @@ def main(arguments: Sequence[str]) -> int:
         trained_share=options.trained_share,
         visual_share=options.visual_share,
         compile=options.compile,
+        backend=options.backend,
+        layouts=layouts,
+        recompute=options.recompute,
+        most_tokens=most,
+        trained=_trained(options.freeze),
     )
     if request.gpus < 1 or not 0 < request.memory_gib < float("inf"):
         raise UserError(f"gpus={request.gpus} and gpu_memory_gib={request.memory_gib:g} must be above 0 and finite")
-    found = advise(request)
-    _print(request, found)
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps(_report(request, found), indent=2))
-    if options.picture is not None:
-        _draw(request, found, Path(options.picture))
-    return 0
+    return request
+
+
+def _gpus(options: PlanOptions, layouts: Sequence[Layout]) -> int:
+    """GPUs to plan for: layouts are only ranked on equally many."""
+    ranks = sorted({layout.ranks for layout in layouts})
+    if len(ranks) > 1:
+        raise UserError(
+            f"--layouts {options.layouts} need {', '.join(map(str, ranks))} ranks. Rank layouts of equally many: add dp to the smaller ones"
+        )
+    if options.gpus is not None:
+        return options.gpus
+    return ranks[0] if ranks else max(1, torch.cuda.device_count())
+
+
+def _trained(freeze: str) -> Trained:
+    parts = [part.strip() for part in freeze.split(",") if part.strip()]
+    unknown = sorted(set(parts) - set(FREEZE))
+    if unknown or set(parts) == set(FREEZE):
+        raise UserError(f"freeze={freeze!r}: name some of {', '.join(FREEZE)}, and leave one to train")
+    return Trained(float("layers" not in parts), "embeddings" not in parts, float("vision" not in parts))
 
 
 def _memory_gib(machine: Machine) -> float:
@@ -125,7 +188,7 @@ def read_histogram(path: Path) -> tuple[int, ...]:
     """A JSON object {length: count}, as lengths."""
     try:
         counts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"--histogram {path} cannot be read: {error}") from error
     if not isinstance(counts, dict) or not counts:
         raise UserError(f'--histogram {path} must be a JSON object of lengths and counts, such as {{"2000": 63}}')
@@ -145,7 +208,7 @@ def _positive(word: str, text: str) -> int:
 
 def _report(request: Request, found: Sequence[Candidate]) -> dict[str, Any]:
     best = found[0]
-    cost = cost_of(request, best.layout, best.recompute, best.offload)
+    cost = slowest_stage(cost_of(request, best), request.lengths, best.layout.cp)
     assert best.plan is not None, "advise raises where nothing fits"
     steps = [
         [
@@ -160,18 +223,30 @@ def _report(request: Request, found: Sequence[Candidate]) -> dict[str, Any]:
         for rows in best.plan.micro_steps
     ]
     busy = sum(row["seconds"] * row["size"] for rows in steps for row in rows)
+    busy_s = (busy,) if best.played is None else best.played.busy_s
+    stages = _stages(request, best)
     return {
         "makespan_s": best.makespan_s,
         "lower_bound_s": bound_s(request, best),
         "peak_memory_gib": best.peak_gib,
-        "idle_share": 1.0 - busy / (best.makespan_s * request.gpus),
+        "idle_share": 1.0 - sum(busy_s) / (best.makespan_s * best.data_ranks * len(busy_s)),
+        "bubble_share": 0.0 if best.played is None else best.played.bubble_share,
+        "backend": best.backend,
         "layout": best.layout.name,
         "dynamic_cp": best.dynamic,
         "max_tokens_per_rank": best.budget,
+        "room_tokens_per_rank": best.room,
         "recompute": best.recompute,
         "offload": list(best.offload),
         "cp_sizes": {str(size): count for size, count in sorted(_sizes(best).items())},
-        "bottleneck": _bottleneck(request, best),
+        "bottleneck": _bottleneck(cost, request, best, stages),
+        "stages": [
+            {
+                "busy_share": busy / (best.makespan_s * best.data_ranks),
+                "memory_gib": {n: v / 2**30 for n, v in parts.items()},
+            }
+            for busy, parts in zip(busy_s, stages, strict=True)
+        ],
         "why": explain(request, found),
         "micro_steps": steps,
         "alternatives": [
@@ -179,11 +254,20 @@ def _report(request: Request, found: Sequence[Candidate]) -> dict[str, Any]:
                 "name": c.name,
                 "makespan_s": None if c.plan is None else c.makespan_s,
                 "peak_memory_gib": c.peak_gib,
+                "bubble_share": 0.0 if c.played is None else c.played.bubble_share,
                 "reason": c.reason,
             }
             for c in found[1:]
         ],
     }
+
+
+def _stages(request: Request, candidate: Candidate) -> list[dict[str, float]]:
+    """Bytes by cause at the peak, of a rank of each pipeline stage."""
+    memory = memory_of(request, candidate)
+    return (
+        memory.by_rank(*candidate.peak_row) if isinstance(memory, StageMemory) else [memory.parts(*candidate.peak_row)]
+    )
 
 
 def _sizes(candidate: Candidate) -> dict[int, int]:
@@ -196,29 +280,26 @@ def _sizes(candidate: Candidate) -> dict[int, int]:
     return sizes
 
 
-def _bottleneck(request: Request, candidate: Candidate) -> str:
-    """The largest part of the time and of the memory: what to look at next."""
-    cost = cost_of(request, candidate.layout, candidate.recompute, candidate.offload)
+def _bottleneck(cost: CostModel, request: Request, candidate: Candidate, stages: Sequence[dict[str, float]]) -> str:
+    """The largest part of the slowest stage's time and of the fullest one's memory: what to look at next."""
     totals: dict[str, float] = {}
-    for rows in candidate.plan.micro_steps if candidate.plan else ():
-        for row in rows:
-            for i in row.samples:
-                for name, seconds in cost.parts(
-                    torch.tensor([float(request.lengths[i])]).double().numpy(), row.size
-                ).items():
-                    totals[name] = totals.get(name, 0.0) + float(seconds[0])
-    memory = memory_of(request, candidate.recompute, candidate.offload).parts(candidate.budget, candidate.layout.cp)
+    for row in (row for rows in candidate.plan.micro_steps for row in rows) if candidate.plan else ():
+        lengths = np.array([request.lengths[i] for i in row.samples], dtype=np.float64)
+        for name, seconds in cost.parts(lengths, row.size).items():
+            totals[name] = totals.get(name, 0.0) + float(seconds.sum())
+    memory = max(stages, key=lambda parts: sum(parts.values()))
     return f"time: {max(totals, key=totals.__getitem__)}; memory: {max(memory, key=memory.__getitem__)}"
 
 
-def _print(request: Request, found: Sequence[Candidate]) -> None:
-    console, best, report = Console(), found[0], _report(request, found)
+def _print(request: Request, found: Sequence[Candidate], report: dict[str, Any]) -> None:
+    console, best = Console(), found[0]
     table = Table(
         title=f"{len(request.lengths)} samples, {sum(request.lengths):,} tokens, {request.gpus} GPUs of {request.memory_gib:g} GiB"
     )
-    for column in ("layout", "recompute", "budget", "micro-steps", "predicted s", "against best", "peak GiB"):
+    table.add_column("layout", overflow="fold", min_width=20)
+    for column in ("recompute", "budget", "micro-steps", "predicted s", "against best", "bubble", "peak GiB"):
         table.add_column(column)
-    for candidate in found[:8]:
+    for candidate in found[: SHOWN if not request.layouts else None]:
         if candidate.plan is None:
             continue
         table.add_row(
@@ -228,31 +309,47 @@ def _print(request: Request, found: Sequence[Candidate]) -> None:
             str(len(candidate.plan.micro_steps)),
             f"{candidate.makespan_s:.4g}",
             f"{candidate.makespan_s / best.makespan_s:.2f}x",
+            f"{candidate.played.bubble_share:.0%}" if candidate.played and candidate.layout.pp > 1 else "",
             f"{candidate.peak_gib:.1f}",
         )
     console.print(table)
     sizes = ", ".join(f"cp {size}: {count}" for size, count in report["cp_sizes"].items())
     console.print(f"chosen: {best.name}, {best.budget:,} tokens a rank. Samples by CP size: {sizes}.")
     console.print(
-        f"predicted {best.makespan_s:.4g} s, lower bound {report['lower_bound_s']:.4g} s, idle {report['idle_share']:.1%}, "
-        f"peak {best.peak_gib:.1f} GiB. Next bottleneck: {report['bottleneck']}."
+        f"predicted {best.makespan_s:.4g} s, lower bound {report['lower_bound_s']:.4g} s, idle {report['idle_share']:.1%}"
+        f"{_of_which(report)}, peak {best.peak_gib:.1f} GiB. Next bottleneck: {report['bottleneck']}."
     )
+    for number, stage in enumerate(report["stages"]):
+        where = f"stage {number}, busy {stage['busy_share']:.0%}" if len(report["stages"]) > 1 else "memory of a rank"
+        parts = ", ".join(f"{name} {gib:.1f}" for name, gib in stage["memory_gib"].items() if gib >= 0.05)
+        console.print(f"{where}: {sum(stage['memory_gib'].values()):.1f} GiB ({parts})", highlight=False)
     for sentence in report["why"]:
         console.print(f"why: {sentence}", highlight=False)
-    for candidate in found:
-        if candidate.plan is None:
-            console.print(f"cannot run: {candidate.name}: {candidate.reason}", highlight=False)
-            break
+    for candidate in _refused(request, found):
+        console.print(f"cannot run: {candidate.name}: {candidate.reason}", highlight=False)
 
 
-def _draw(request: Request, found: Sequence[Candidate], path: Path) -> None:
-    if path.suffix not in (".png", ".html"):
-        raise UserError(f"--picture {path} must end in .png or .html")
-    steps = _report(request, found)["micro_steps"]
-    figure = Figure(figsize=(10, 1 + 0.4 * request.gpus))
+def _refused(request: Request, found: Sequence[Candidate]) -> list[Candidate]:
+    """Of the layouts that were asked for those that no policy runs, once each; of a search the first candidate."""
+    refused = [candidate for candidate in found if candidate.plan is None]
+    if not request.layouts:
+        return refused[:1]
+    able = {(*c.layout.axes.values(), c.layout.sequence_parallel) for c in found if c.plan is not None}
+    last = {(*c.layout.axes.values(), c.layout.sequence_parallel): c for c in refused}
+    return [candidate for cut, candidate in last.items() if cut not in able]
+
+
+def _of_which(report: dict[str, Any]) -> str:
+    return f" ({report['bubble_share']:.1%} the pipeline's bubble)" if report["bubble_share"] else ""
+
+
+def _draw(request: Request, best: Candidate, report: dict[str, Any], path: Path) -> None:
+    """Rows on data ranks over time; of a pipeline those of its slowest stage."""
+    steps = report["micro_steps"]
+    figure = Figure(figsize=(10, 1 + 0.4 * best.data_ranks))
     FigureCanvasAgg(figure)
     axes, start = figure.subplots(), 0.0
-    cost = cost_of(request, found[0].layout, found[0].recompute, found[0].offload)
+    cost = slowest_stage(cost_of(request, best), request.lengths, best.layout.cp)
     for rows in steps:
         for row in rows:
             left = start
@@ -269,16 +366,17 @@ def _draw(request: Request, found: Sequence[Candidate], path: Path) -> None:
                 left += width
         start += max(row["seconds"] for row in rows)
         axes.axvline(start, color="black", linewidth=0.5)
-    axes.set(xlabel="seconds (predicted)", ylabel="rank", yticks=range(request.gpus), title=found[0].name)
+    label = "rank" if best.data_ranks == request.gpus else "data rank"
+    axes.set(xlabel="seconds (predicted)", ylabel=label, yticks=range(best.data_ranks), title=best.name)
     image = BytesIO()
     figure.savefig(image, format="png", dpi=120, bbox_inches="tight")
     if path.suffix == ".png":
         path.write_bytes(image.getvalue())
     else:
-        body = html.escape(json.dumps(_report(request, found), indent=2)[:20000])
+        body = html.escape(json.dumps(report, indent=2)[:20000])
         picture = base64.b64encode(image.getvalue()).decode()
         path.write_text(
-            f"<h1>{html.escape(found[0].name)}</h1><img src='data:image/png;base64,{picture}'><pre>{body}</pre>"
+            f"<h1>{html.escape(best.name)}</h1><img src='data:image/png;base64,{picture}'><pre>{body}</pre>"
         )
 
 

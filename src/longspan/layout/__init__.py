@@ -2,7 +2,7 @@
 
 from longspan.layout.index import inverse, layout_index
 from longspan.layout.mesh import CPGroup, Layout, Mesh
-from longspan.layout.names import parse_layout
+from longspan.layout.names import parse_layout, parse_layouts
 from longspan.layout.relayout import relayout
 from longspan.layout.resolve import resolve
 from longspan.layout.seqinfo import Run, SeqInfo, make_seqinfo
@@ -19,6 +19,7 @@ __all__ = [
     "layout_index",
     "make_seqinfo",
     "parse_layout",
+    "parse_layouts",
     "relayout",
     "resolve",
     "shard",

@@ -10,7 +10,7 @@ from longspan.errors import UserError
 from longspan.layout.mesh import INDICES, LINEARS, MIXERS, Layout
 from longspan.typed import typed
 
-__all__ = ["parse_layout"]
+__all__ = ["parse_layout", "parse_layouts"]
 
 AXIS = re.compile(r"(dp|cp|tp|pp|vpp|ep|etp|u)(\d+)")
 WORDS = {
@@ -33,6 +33,14 @@ def parse_layout(name: str) -> Layout:
     if "ep" in settings and not settings.keys() & {"dp", "cp", "tp"}:
         settings["dp"] = settings["ep"] * settings.get("etp", 1)
     return Layout(**settings)
+
+
+def parse_layouts(names: str) -> dict[str, Layout]:
+    """Name -> layout, in the order given; a name given twice counts once."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise UserError(f"--layouts {names!r} names no layout. Write for example --layouts cp2-ring,dp2.")
+    return {name: parse_layout(name) for name in wanted}
 
 
 def _setting(word: str, name: str) -> tuple[str, Any]:

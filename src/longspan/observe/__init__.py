@@ -12,6 +12,7 @@ from longspan.observe.phases import Phases
 from longspan.observe.progress import Progress
 from longspan.observe.provenance import provenance
 from longspan.observe.report import write_report
+from longspan.observe.writable import check_writable
 
 __all__ = [
     "MetricsWriter",
@@ -19,6 +20,7 @@ __all__ = [
     "Progress",
     "append_jsonl",
     "budget_lines",
+    "check_writable",
     "keep_until",
     "peak_gib",
     "provenance",

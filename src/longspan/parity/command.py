@@ -7,6 +7,7 @@ Exit status 0 when every cell holds, 1 on a miss (a planted fault makes it miss)
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -14,8 +15,9 @@ import tyro
 
 from longspan.data.jsonl import read_jsonl
 from longspan.errors import LongspanError, UserError
-from longspan.layout import Layout, parse_layout
+from longspan.layout import parse_layouts
 from longspan.models.loading import read_config
+from longspan.observe import check_writable
 from longspan.parity.certificate import certificates
 from longspan.parity.compare import Request, compare
 from longspan.parity.faults import FAULTS
@@ -72,6 +74,9 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{name:24} {fault.what}")
         return 0
     try:
+        for name, path in (("--json", options.json), ("--certificate", options.certificate)):
+            if path is not None:
+                check_writable(name, Path(path))
         request = request_of(options)
         for name in (options.model, options.teacher or options.model):
             read_config(name)  # what is no model is refused before the oracle looks for weights
@@ -114,14 +119,6 @@ def request_of(options: Options) -> Request:
         timeout_s=options.timeout_s,
         device=options.device,
     )
-
-
-def parse_layouts(names: str) -> dict[str, Layout]:
-    """Name -> layout, in the order given; a name given twice counts once."""
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted:
-        raise UserError(f"--layouts {names!r} names no layout. Write for example --layouts cp2-ring,dp2.")
-    return {name: parse_layout(name) for name in wanted}
 
 
 def parse_lengths(text: str) -> list[int]:

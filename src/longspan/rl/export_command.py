@@ -17,6 +17,7 @@ from longspan.engine import Engine, EngineConfig
 from longspan.errors import CheckpointError, UserError
 from longspan.launch import launch
 from longspan.layout import Layout
+from longspan.observe import check_writable
 
 __all__ = ["main"]
 
@@ -40,6 +41,8 @@ class ExportOptions:
 def main(arguments: Sequence[str]) -> int:
     """Entry of the command."""
     options = tyro.cli(ExportOptions, args=list(arguments), prog="longspan export")
+    if options.json is not None:
+        check_writable("--json", Path(options.json))
     folder, checkpoint = find_checkpoint(Path(options.run))
     step = launch(export, str(folder), str(checkpoint), options.out, options.merge, ranks=1, device="cpu")[0]
     print(f"exported {checkpoint} (step {step}) to {options.out}")

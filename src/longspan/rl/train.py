@@ -33,7 +33,7 @@ import longspan
 from longspan.engine import Engine, EngineConfig
 from longspan.errors import LongspanError, UserError
 from longspan.launch import World, is_rank, launch, world
-from longspan.observe import budget_lines, provenance, read_jsonl, write_report
+from longspan.observe import budget_lines, check_writable, provenance, read_jsonl, write_report
 from longspan.rl.config import RunConfig
 from longspan.rl.run import Run
 
@@ -181,13 +181,6 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
         print(f"report: {write_report(folder)}", flush=True)
         results |= {row["stage"]: row for row in read_jsonl(folder / "metrics.jsonl")}
     return results
-
-
-def check_writable(name: str, path: Path) -> None:
-    """Raises UserError where a run would fail at its end: a parent of `path` is no folder, or may not be written."""
-    nearest = next(parent for parent in path.absolute().parents if parent.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise UserError(f"{name}: {path} cannot be written, because {nearest} is no folder that this user may write to")
 
 
 def prepare_once(job: Job, here: World) -> None:
