@@ -156,7 +156,8 @@ def _logprob(case: str, engine: Engine, plan: Plan, truth: Truth, findings: Find
 
 
 def _token_distance(name: str, got: Sequence[Tensor], plan: Plan, truth: Truth) -> tuple[float, str]:
-    return differences.tokens(got, truth.logprob if name == "logprob" else truth.entropy, plan.samples)
+    measure = differences.token_spread if plan.limits.spread else differences.tokens
+    return measure(got, truth.logprob if name == "logprob" else truth.entropy, plan.samples)
 
 
 def _gradient(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None:
@@ -192,7 +193,7 @@ def _teacher(engine: Engine, plan: Plan) -> Engine | None:
 
 
 def _gradient_distance(case: str, gradients: Mapping[str, Tensor], plan: Plan, truth: Truth) -> tuple[float, str]:
-    return differences.parameters(gradients, truth.gradients[case], plan.limits.zero)
+    return differences.parameters(gradients, truth.gradients[case], plan.limits.zero, plan.limits.least)
 
 
 def _metric_distance(case: str, metrics: Mapping[str, float], truth: Truth) -> tuple[float, str]:
@@ -228,7 +229,7 @@ def _calls(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None
     for case in plan.calls:
         several = _accumulated(engine, orders[case], objective, trained)
         findings.saw(several)
-        measure = partial(differences.parameters, several, one, plan.limits.zero)
+        measure = partial(differences.parameters, several, one, plan.limits.zero, plan.limits.least)
         findings.add("calls", case, plan.limits.calls, measure)
 
 
@@ -300,7 +301,7 @@ def _weights(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> No
         "weights",
         f"{plan.steps} steps",
         plan.limits.weights,
-        lambda: differences.parameters(weights, truth.weights, plan.limits.zero),
+        lambda: differences.parameters(weights, truth.weights, plan.limits.zero, plan.limits.least),
     )
 
 

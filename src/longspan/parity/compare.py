@@ -125,7 +125,7 @@ def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
         config=config,
         samples=samples,
         cases=cases,
-        limits=LIMITS.get(request.dtype, LIMITS["float32"]),
+        limits=LIMITS[request.dtype],
         checks=request.checks,
         steps=request.steps,
         probes=probes_of(reference, samples) if "leak" in request.checks else (),

@@ -25,16 +25,29 @@ def tokens(engine: Sequence[Tensor], oracle: Sequence[Tensor], samples: Sequence
     return largest, where
 
 
-def parameters(engine: Mapping[str, Tensor], oracle: Mapping[str, Tensor], zero: float) -> tuple[float, str]:
+def token_spread(engine: Sequence[Tensor], oracle: Sequence[Tensor], samples: Sequence[Sample]) -> tuple[float, str]:
+    """Root mean square difference of all trained tokens, and how many there are; wrong shapes are infinitely far."""
+    if any(got.shape != want.shape for got, want in zip(engine, oracle, strict=True)):
+        return tokens(engine, oracle, samples)
+    pairs = zip(engine, oracle, samples, strict=True)
+    squares = [(got.cpu().double() - want.cpu().double())[sample.mask > 0].square() for got, want, sample in pairs]
+    every = torch.cat(squares).nan_to_num(nan=float("inf"))
+    return float(every.mean().sqrt()) if len(every) else 0.0, f"root mean square of {len(every)} tokens"
+
+
+def parameters(
+    engine: Mapping[str, Tensor], oracle: Mapping[str, Tensor], zero: float, least: int = 1
+) -> tuple[float, str]:
     """Largest relative L2 error over parameters and its name; a name that only one side has is infinitely far.
 
     A reference below `zero` times the global norm is zero in exact arithmetic: its error is measured against that norm.
+    least: elements of the smallest parameter that is looked at.
     """
     if set(engine) != set(oracle):
         return float("inf"), f"only one side has {sorted(set(engine) ^ set(oracle))[:3]}"
     largest, where = 0.0, ""
     for name, figure in each_parameter(engine, oracle, zero).items():
-        if not figure <= largest:  # NaN too
+        if oracle[name].numel() >= least and not figure <= largest:  # NaN too
             largest, where = (figure if figure == figure else float("inf")), name
     return largest, where
 
