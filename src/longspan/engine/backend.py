@@ -45,6 +45,7 @@ class MicroStep:
     drafted: Tensor | None = None  # [k, T_local] bool CPU: tokens whose MTP log-probs anything reads
     teacher: TeacherHead | None = None  # a second engine's side of these tokens
     reduces: bool = True  # gradients that wait since the last sum over ranks are summed after this micro-step
+    gathered: bool = False  # weights stay gathered from a layer's forward to its backward
 
 
 class Program(Protocol):

@@ -76,7 +76,7 @@ class Engine:
         self.mesh = mesh
         self.backend = backend
         self.planner = Planner(config, adapter, mesh, why)
-        self.reductions = Reductions(self.planner, backend.whole_gradients() if isinstance(backend, FSDPBackend) else 0)
+        self.reductions = Reductions(self.planner, backend.whole_bytes() if isinstance(backend, FSDPBackend) else (0, 0))
         self.builder = StepBuilder(config, adapter, mesh, DTYPES[config.dtype])
         self.dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self.step = 0
@@ -140,7 +140,7 @@ class Engine:
         batch = self._admit(samples, objective.stream_fields(samples), weights, objective.moe_over)
         plan = self._agree(batch, self.planner.plan(batch))
         steps = self.builder.steps(batch, plan, self._keep(objective))  # pack, shard: one micro-step at a time
-        steps = marked(steps, plan, self.reductions.number(batch, plan))
+        steps = marked(steps, plan, self.reductions.traffic(batch, plan))
         steps = steps if teacher is None else with_teacher(steps, teacher, samples, plan)
         shares = self._shares(samples, weights["moe_aux"]) if objective.shares_routes else None
         program = Train(objective, Stats(self.mesh.device), objective.stream_fields(samples), shares)
@@ -386,5 +386,5 @@ class Engine:
         """Speed and memory of this rank: the only numbers that depend on the layout."""
         seconds = perf_counter() - started
         report = {"time/forward_backward_s": seconds, "mem/peak_gib": peak_gib()}
-        report |= {"plan/reductions": float(self.reductions.number(batch, plan))}
+        report |= self.reductions.traffic(batch, plan).report()
         return report | self.planner.observe(batch, plan, seconds)

@@ -37,7 +37,16 @@ from longspan.engine.fsdp.host import CHECKPOINT, HostStore
 from longspan.engine.fsdp.host_optimizer import HostOptimizer
 from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
 from longspan.engine.fsdp.tiled_mlp import tile_mlps
-from longspan.engine.fsdp.waiting import drop_waiting, has_waiting, reduce_after, settle, waiting_units, whole_bytes
+from longspan.engine.fsdp.waiting import (
+    drop_waiting,
+    has_waiting,
+    keep_gathered,
+    reduce_after,
+    settle,
+    waiting_units,
+    whole_gradients,
+    whole_weights,
+)
 from longspan.engine.memory import explain_out_of_memory
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, local, make_optimizer
 from longspan.errors import UserError
@@ -66,8 +75,8 @@ class FSDPBackend:
         self.mesh = mesh
         self.adapter = adapter
         check_lora(config)
-        compute = DTYPES[config.dtype]
-        self.master = torch.float64 if compute == torch.float64 else torch.float32
+        self.compute = DTYPES[config.dtype]
+        self.master = torch.float64 if self.compute == torch.float64 else torch.float32
         value_head = make_value_head(adapter, config.seed, self.master) if config.value_head else None
         self.routing = None if config.lora is None else add_adapters(adapter, config.lora, config.seed)
         self.lora = config.lora or {}
@@ -85,7 +94,9 @@ class FSDPBackend:
             _recompute(adapter, config.recompute, self.host)
         if config.compile:
             compile_layers(adapter, keep or {})
-        shard_policy(self.policy, mesh, compute=compute, master=self.master, on_host="parameters" in config.offload)
+        shard_policy(
+            self.policy, mesh, compute=self.compute, master=self.master, on_host="parameters" in config.offload
+        )
         self.policy.train()
         self.waiting = waiting_units(self.policy) if mesh.data_ranks > 1 else []  # whose gradients may wait for a sum
         self.optimizers: dict[str | None, Stepper] = {}  # one an adapter; None: everything that is in none
@@ -101,6 +112,7 @@ class FSDPBackend:
             if self.host is not None:
                 self.host.begin(step.context.cache)
             reduce_after(self.waiting, step.reduces)
+            keep_gathered(self.waiting[:-1], step.gathered and program.trains)  # the root always stays gathered
             explained = explain_out_of_memory(step, trains=program.trains)
             with explained, self._settled(), torch.set_grad_enabled(program.trains):
                 loss = self.policy(step, program)
@@ -111,9 +123,9 @@ class FSDPBackend:
                     self.policy.reshard()
         assert not (program.trains and has_waiting(self.policy)), "the last micro-step sums all gradients over ranks"
 
-    def whole_gradients(self) -> int:
-        """Bytes of the gradients that may wait, as a rank would hold them; 0 where none may."""
-        return whole_bytes(self.waiting, self.master)
+    def whole_bytes(self) -> tuple[int, int]:
+        """Of the gradients that may wait, and of the gathered layers, as a rank would hold them; zeros where none may."""
+        return whole_gradients(self.waiting, self.master), whole_weights(self.waiting[:-1], self.compute)
 
     @contextmanager
     def _settled(self) -> Iterator[None]:

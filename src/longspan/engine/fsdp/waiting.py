@@ -1,4 +1,5 @@
-"""Gradients that wait, whole and in master precision, until they are summed over ranks: whose may, and how they are dropped.
+"""Gradients that wait, whole and in master precision, until they are summed over ranks: whose may, and how they are dropped. And
+weights that stay gathered between forward and backward.
 
 FSDP2 itself adds them up between micro-steps: FSDPModule.set_requires_gradient_sync, FSDPParam.unsharded_accumulated_grad (compute below
 master precision) or the gathered parameter's own .grad. FSDPState._fsdp_param_group is a field in torch 2.11 and a property in 2.13; a
@@ -17,7 +18,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from longspan.engine.fsdp.policy import Policy
 
-__all__ = ["drop_waiting", "has_waiting", "reduce_after", "settle", "waiting_units", "whole_bytes"]
+__all__ = [
+    "drop_waiting", "has_waiting", "keep_gathered", "reduce_after", "settle", "waiting_units", "whole_gradients", "whole_weights",
+]  # fmt: skip
 
 
 def waiting_units(policy: Policy) -> list[FSDPModule]:
@@ -32,10 +35,21 @@ def waiting_units(policy: Policy) -> list[FSDPModule]:
     return [*inside, policy]
 
 
-def whole_bytes(units: Sequence[FSDPModule], master: torch.dtype) -> int:
-    """What a rank holds while the gradients of these units wait."""
+def whole_gradients(units: Sequence[FSDPModule], master: torch.dtype) -> int:
+    """Bytes that a rank holds while the gradients of these units wait."""
     parameters = (each for unit in units for each in _parameters(unit) if each.sharded_param.requires_grad)
     return master.itemsize * sum(each._orig_size.numel() for each in parameters)
+
+
+def whole_weights(units: Sequence[FSDPModule], compute: torch.dtype) -> int:
+    """Bytes that a rank holds while these units are gathered."""
+    return compute.itemsize * sum(each._orig_size.numel() for unit in units for each in _parameters(unit))
+
+
+def keep_gathered(units: Sequence[FSDPModule], stays: bool) -> None:
+    """Whether these units stay gathered after the next forward. Only before a backward, which lets them go."""
+    for unit in units:
+        unit.set_reshard_after_forward(not stays, recurse=False)
 
 
 def reduce_after(units: Sequence[FSDPModule], reduces: bool) -> None:
