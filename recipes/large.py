@@ -22,13 +22,20 @@ Why these layouts (docs/megatron.md has the arithmetic):
 - loss: ppo with clip 0.2 / 0.28 on the sampler's log-probs, over tokens of the whole batch (normalise="token");
   moe_aux is per layer and per sample, 0.001 as the model was trained.
 
-`longspan plan` knows the fsdp backend's layouts, tp=1. For H200s it predicts, per step of 64 rows: 9B on 8 GPUs, rows of
-"1500/12288", dp4-cp2 1.38 s and 92 GiB (1.32 s at best, dynamic CP); 35B-A3B on 16 GPUs, rows of "24000/65536", dp8-cp2
-7.4 s and 95 GiB (6.7 s at best, dp16). So on 141 GiB both fit without tp, and a shorter way is --engine.backend fsdp; tp=2
-is for smaller GPUs and for what the plan cannot cut. The megatron backend's speed on several GPUs is not measured.
+What `longspan plan` says of these layouts on H200s, a step of 64 rows (lengths, shares and budgets as below; its constants are the
+fsdp backend's, compiled, and the megatron backend's speed on several GPUs is not measured):
+- images_9b: fits, 77 GiB at the peak, 54 of them weights, gradients and moments; 2.3 s, 6 % idle. recompute="none" fits too: 103 GiB,
+  1.9 s. On these GPUs --engine.backend fsdp with dp=4, cp=2, tp=1 is faster, 1.8 s at 31 GiB (1.4 s without recomputation): tp=2
+  is for smaller GPUs and for what FSDP cannot cut.
+- agents_35b: fits, 111 GiB at the peak, which is the optimizer step; 42 s, most of it the experts' exchange: ep=8 with tp=2 between
+  its ranks reaches over 16 GPUs, two nodes. --engine.layout.ep 4 --engine.layout.etp 2 keeps it inside a node: 17 s, 86 GiB. fsdp with dp=8,
+  cp=2: 10 s, 61 GiB.
 
     python -c "import transformers as t; c = t.Qwen3_5Config(architectures=['Qwen3_5ForConditionalGeneration']); c.save_pretrained('9b')"
-    longspan plan --model 9b --lengths 1500/12288 --gpus 8 --visual-share 0.4 --trained-share 0.5
+    longspan plan --model 9b --lengths 1500/12288 --visual-share 0.4 --trained-share 0.5 --layouts dp2-cp2-tp2-sp,dp4-cp2 \\
+        --max-tokens-per-rank 6144
+    longspan plan --model 35b --lengths 24000/65536 --freeze vision --layouts dp4-cp2-tp2-ep8-sp,dp4-cp2-tp2-ep4-etp2-sp,dp8-cp2 \\
+        --max-tokens-per-rank 32768 --recompute full
 
 Expect of a dry run: the numbers of one rank on the fsdp backend, loss and gradient norm to 1e-8 (fp64; tests/e2e/test_large.py).
 agents_35b_dry on 16 processes: loss/ppo -0.205047643 and 0.260494043, grad/norm 16.244778736 and 10.391541260, as on one.
