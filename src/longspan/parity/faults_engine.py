@@ -1,5 +1,7 @@
 """Faults in sums, ranks and steps: what is reduced where, what survives between calls, what the optimizer does."""
 
+from dataclasses import replace
+
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -37,7 +39,7 @@ def times_micro_step(original):
     def run(self, steps, program):
         for number, step in enumerate(steps):
             before = {name: None if p.grad is None else p.grad.clone() for name, p in self.named_parameters()}
-            original(self, [step], program)
+            original(self, [replace(step, reduces=True)], program)
             if number:
                 for name, p in self.named_parameters():
                     if p.grad is not None and before[name] is not None:
