@@ -55,8 +55,8 @@ CASE = Case("ppo with KL, entropy and value", "ppo", {**PPO, **ALL, "value": 0.5
 FP32_LIMIT = 1e-5
 CHECKED = {"float32": ("logprob", "gradient", "norm", "weights"), "bfloat16": ("logprob_rms", "gradient_64")}
 RATIO_ELEMENTS = 64  # a smaller parameter's error in bf16 is no basis of a ratio
-ALLOWED_S = {"parity": 15.0, "step": 40.0}  # of an engine, beside START_S of a launch: what hangs must end soon
-START_S = 45.0
+ALLOWED_S = {"parity": 20.0, "step": 45.0}  # of an engine, beside START_S of a launch: what hangs must end soon
+START_S = 60.0
 ROW, MIX = "64k row", "64k mix"
 
 
