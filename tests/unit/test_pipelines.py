@@ -76,6 +76,8 @@ def test_data_ranks_wait_for_each_other_only_where_they_meet():
     assert free == pytest.approx(long + short, rel=1e-6)
     meeting = play(plan, lengths, model(parse_layout("ep2")), parse_layout("ep2")).makespan_s
     assert meeting == pytest.approx(2 * long, rel=1e-6)
+    played = play(plan, lengths, model(parse_layout("ep2")), parse_layout("ep2"))
+    assert sum(played.busy_s) == pytest.approx(2 * (long + short), rel=1e-6), "waiting is not work"
 
 
 def test_media_keep_a_pipeline_from_running_ahead():

@@ -319,8 +319,10 @@ def _resolved(request: Request, blank: Candidate) -> Layout:
         raise UserError(f"layout {layout.name} needs {layout.equation} GPUs, and there are {request.gpus}")
     if blank.backend == "megatron":
         check_cut(shape, layout)
-    elif layout.etp > 1:
-        raise UserError(f"etp={layout.etp} is backend='megatron''s")
+    elif layout.etp > 1 or (shape.experts and shape.experts % layout.ep):
+        raise UserError(
+            f"ep={layout.ep}, etp={layout.etp}: backend='fsdp' runs etp=1 and an ep that divides the model's {shape.experts} experts"
+        )
     if not request.layouts:
         return layout
     found = resolve(

@@ -119,8 +119,6 @@ class _Clock:
                 head = float(self.heads[number, row.size][samples].sum())
                 forward = head + (total - head) / again
                 here.append((range(row.start, row.start + row.size), forward, total - forward))
-            if self.together:
-                here = [(range(self.ranks), max(f for _, f, _ in here), max(b for _, _, b in here))]
             found.append(here)
         return found
 
@@ -137,7 +135,14 @@ class _Clock:
             assert moved, "the schedule of megatron/schedule.py never stops"
         busy = tuple(sum(clock) for clock in self.busy)
         makespan = max(max(clock) for clock in self.free)
-        return Played(makespan, busy, max(max(clock) for clock in self.busy))
+        return Played(makespan, busy, self._alone())
+
+    def _alone(self) -> float:
+        """The busiest pipeline rank by itself: its moves one after the other, data ranks meeting as they do."""
+        if not self.together:
+            return max(max(clock) for clock in self.busy)
+        slowest = [[max(fore + back for _, fore, back in rows) for rows in stages] for stages in self.seconds]
+        return max(sum(sum(times[rank :: self.pp]) for times in slowest) for rank in range(self.pp))
 
     def _ready(self, waiting: Sequence[Sequence[Move]], places: Sequence[int], rank: int) -> bool:
         move = waiting[rank][places[rank]]
@@ -171,11 +176,14 @@ class _Clock:
         arrived = self.there[before] if before is not None else None
         hop = self.hops[move.number] + self.latency
         clock, ends = self.free[rank], [0.0] * self.ranks
-        for ranks, forward_s, backward_s in self.seconds[move.number][stage]:
-            took = forward_s if forward else backward_s
-            start = max(max(clock[d], arrived[d] + hop if arrived is not None else 0.0) for d in ranks)
+        rows = [(ranks, fore if forward else back) for ranks, fore, back in self.seconds[move.number][stage]]
+        starts = [
+            max(max(clock[d], arrived[d] + hop if arrived is not None else 0.0) for d in ranks) for ranks, _ in rows
+        ]
+        met = max(starts) + max(took for _, took in rows) if self.together else 0.0
+        for (ranks, took), start in zip(rows, starts, strict=True):
             for d in ranks:
-                clock[d] = ends[d] = start + took
+                clock[d] = ends[d] = max(start + took, met)
                 self.busy[rank][d] += took
         self.there[forward, stage, move.number] = ends
 
