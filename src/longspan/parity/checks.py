@@ -24,8 +24,8 @@ from longspan.parity.probe import Probe
 STEP = AdamW(
     lr=1e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, clip_norm=1.0
 )  # eps: a zero gradient's rounding must not be normalised up
-CALL_ORDERS = ("parts", "last part first", "weightless last")
-BOTH_ORDERS = "last part first, weightless last"  # the hardest of them in one go, where time counts
+BOTH_ORDERS = "last part first, weightless last"
+CALL_ORDERS = ("parts", BOTH_ORDERS)
 ALL_CHECKS = ("start", "logprob", "gradient", "calls", "leak", "weights")
 
 
@@ -220,12 +220,7 @@ def _calls(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None
     silent = [_silenced(plan.samples[0])]
     one = _accumulated(engine, [list(plan.samples)], objective, trained)
     turned = [parts[-1], *parts[:-1]]
-    orders = {
-        "parts": parts,
-        "last part first": turned,
-        "weightless last": [*parts, silent],
-        BOTH_ORDERS: [*turned, silent],
-    }
+    orders = {"parts": parts, BOTH_ORDERS: [*turned, silent]}
     for case in plan.calls:
         several = _accumulated(engine, orders[case], objective, trained)
         findings.saw(several)
