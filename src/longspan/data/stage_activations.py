@@ -84,13 +84,13 @@ class StageActivations:
     def layers(self, size: int) -> list[float]:
         """Of every layer of the model without recomputation."""
         own, b, rows = self.own, self.bytes_per_value, self.cut.rows
-        frozen = bool(self.lora_columns + self.lora_rows)
-        norms = 2 * rows * (self._norm(own.hidden) + (0 if frozen else own.hidden * b))
+        keeps = self.cut.tp > 1 or not self.lora_columns + self.lora_rows  # linears.py keeps its input whatever trains
+        norms = 2 * rows * (self._norm(own.hidden) + (own.hidden * b if keeps else 0))
         lora = (rows * self.lora_columns + self.lora_rows / self.cut.tp) * b
         fused = (2 * own.linear_key_heads + 2 * own.linear_value_heads) * own.linear_head_dim * b
         gathered = own.hidden * b if self.cut.sequence_parallel else 0.0
         mixers = [self._attention(size)] * own.attention_layers + [self.inner.recurrent() + fused] * own.linear_layers
-        dense = (4 if frozen else 5) * own.mlp * b
+        dense = (5 if keeps else 4) * own.mlp * b
         mlps = [dense] * (own.layers - own.moe_layers) + [self.inner.experts() + gathered] * own.moe_layers
         return [mixer + mlp + norms + lora for mixer, mlp in zip(mixers, mlps, strict=True)]
 

@@ -20,7 +20,7 @@ On top, the largest of four moments of each pipeline rank, which holds n = fligh
 In bytes: `data_ranks` = dp * cp. Pure CPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from longspan.data.cost import Recompute
@@ -104,11 +104,11 @@ class StageMemory:
 
     def static(self, rank: int) -> dict[str, float]:
         """What a pipeline rank always holds."""
-        own, wide, b = self._own(rank), self._wide, self.bytes_per_value
-        trained = self.trained.of(own)
+        wide, b, trained = self._wide, self.bytes_per_value, self._trained(rank)
         slices = trained.shared / self.data_ranks + trained.experts * self.ep / self.data_ranks
+        there = self._own(rank).total + (trained.total if self._adapted else 0.0)
         return {
-            "parameters": own.total * (wide + (b if b < wide else 0)),
+            "parameters": there * (wide + (b if b < wide else 0)),
             "gradients": trained.total * wide,
             "optimizer": self.moments_per_weight * wide * slices,
         }
@@ -116,7 +116,7 @@ class StageMemory:
     def moments(self, tokens: int, size: int = 1, *, rank: int) -> dict[str, dict[str, float]]:
         """Beside what is always there: bytes by cause at each moment that may be the peak."""
         flights, b = self.flights[rank], self.bytes_per_value
-        trained = self.trained.of(self._own(rank))
+        trained = self._trained(rank)
         one = tokens * (self.activations.kept(self.recompute, size) + self.activations.between())
         vision = self._vision(tokens) if rank == 0 else 0.0
         backward = tokens * self.activations.backward(self.recompute, size)
@@ -144,6 +144,16 @@ class StageMemory:
     def _wide(self) -> int:
         return max(4, self.bytes_per_value)
 
+    @property
+    def _adapted(self) -> bool:
+        """LoRA: trained.layers are factors, beside the weights and not of them."""
+        return self.lora_columns + self.lora_rows > 0
+
+    def _trained(self, rank: int) -> OwnWeights:
+        """A bound for LoRA: of a pair of factors tp cuts one, and here none."""
+        cut = replace(self.cut, tp=1, sequence_parallel=False, etp=1) if self._adapted else self.cut
+        return self.trained.of(own_weights(self.shape, cut, rank, self.ep))
+
     def _own(self, rank: int) -> OwnWeights:
         return own_weights(self.shape, self.cut, rank, self.ep)
 
@@ -157,7 +167,7 @@ class StageMemory:
         return max(float(vocabulary), of_layer * self.trained.layers)
 
     def _step(self, rank: int) -> dict[str, float]:
-        trained, wide = self.trained.of(self._own(rank)), self._wide
+        trained, wide = self._trained(rank), self._wide
         slices = trained.shared / self.data_ranks + trained.experts * self.ep / self.data_ranks
         largest = self._largest(rank)
         summed = slices * wide + max(largest * 16 / self.data_ranks, largest * wide * (1 + 1 / self.data_ranks))
