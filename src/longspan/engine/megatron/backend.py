@@ -169,12 +169,22 @@ class MegatronBackend:
                     piece = gather_within(piece, part, self.groups.tp)
                     whole = gather(piece, part, self._rows(part), self._group(part))
                     found[part.name] = whole.detach().to("cpu", copy=True)
-        for source in range(self.groups.pp.size if self.groups.pp.size > 1 else 0):
-            box = [found if source == self.groups.pp.rank else None]
-            dist.broadcast_object_list(box, src=self.groups.pp.ranks[source], group=self.groups.pp.group)
-            assert box[0] is not None
-            found = found | box[0]
+        found = self._of_all_stages(found)
         return {name: found[name] for name in self.built.shapes if name in found}
+
+    def _of_all_stages(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What every stage found, on every stage: names by object, tensors one by one from the device. Collective."""
+        group, every = self.groups.pp, dict(mine)
+        for source, rank in enumerate(group.ranks if group.size > 1 else ()):
+            sends = source == group.rank
+            box = [[(name, value.shape, value.dtype) for name, value in mine.items()] if sends else []]
+            dist.broadcast_object_list(box, src=rank, group=group.group)
+            for name, shape, dtype in box[0]:
+                device = self.mesh.device
+                value = mine[name].to(device) if sends else torch.empty(shape, dtype=dtype, device=device)
+                dist.broadcast(value, src=rank, group=group.group)
+                every[name] = mine[name] if sends else value.to("cpu", copy=True)
+        return every
 
     def _group(self, part: Part) -> CPGroup:
         return self.groups.ep if part.axis == "ep" else self.groups.tp
