@@ -26,6 +26,7 @@ STEP = AdamW(
 )  # eps: a zero gradient's rounding must not be normalised up
 BOTH_ORDERS = "last part first, weightless last"
 CALL_ORDERS = ("parts", BOTH_ORDERS)
+NORMS = ("weights", "grad/norm")  # check and case of the gradient's norm at each step
 ALL_CHECKS = ("start", "logprob", "gradient", "calls", "leak", "weights")
 
 
@@ -291,7 +292,7 @@ def _weights(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> No
     findings.saw(norms)
     weights = engine.state_dict()
     findings.saw(weights)
-    findings.add("weights", "grad/norm", plan.limits.metric, lambda: differences.norms(norms, truth.norms))
+    findings.add(*NORMS, plan.limits.metric, lambda: differences.norms(norms, truth.norms))
     findings.add(
         "weights",
         f"{plan.steps} steps",
