@@ -23,7 +23,7 @@ Why these layouts (docs/megatron.md has the arithmetic):
   moe_aux is per layer and per sample, 0.001 as the model was trained.
 
 What `longspan plan` says of these layouts on H200s, a step of 64 rows (lengths, shares and budgets as below; its constants are the
-fsdp backend's, compiled, and the megatron backend's speed on several GPUs is not measured):
+fsdp backend's, compiled; this backend runs eager, 1.25 to 1.5 times as long on two H200s, docs/planning.md):
 - images_9b: fits, 77 GiB at the peak, 54 of them weights, gradients and moments; 2.3 s, 6 % idle. recompute="none" fits too: 103 GiB,
   1.9 s. On these GPUs --engine.backend fsdp with dp=4, cp=2, tp=1 is faster, 1.8 s at 31 GiB (1.4 s without recomputation): tp=2
   is for smaller GPUs and for what FSDP cannot cut.

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longspan.data import Limits, Plan, Row, make_plan
+from longspan.data import Limits, Plan, Row, make_plan, row_tokens
 from longspan.data.cost import CostModel
 from longspan.data.machine import Machine
 from longspan.data.shape import ModelShape
+from longspan.data.stage_memory import StageMemory
 from longspan.data.stages import Cut, own_weights
 from longspan.engine import pipelines
 from longspan.engine.pipelines import cut_of, in_flight, plan_stages, play
@@ -111,12 +112,12 @@ def test_tensor_parallelism_cuts_the_layers_and_not_the_head():
         assert plain[name] == pytest.approx(whole[name] / 2)
     assert plain["head"] == whole["head"], "repeated on every tensor-parallel rank"
     assert whole["tensor"] == 0 and 0 < rows["tensor"] < plain["tensor"]
-    # plain, bf16, recomputed, A = 4: forward 2 A twice a layer and once again; backward 2 A twice, beside the gradients of
+    # plain, bf16, recomputed, A = 4: forward 2 A twice a layer, and again; backward 2 A twice, beside the gradients of
     # (8 + 2 * 4) * 128 + 2 * 3072 columns
     h200 = Machine.load("h200")
     bytes_s = SHAPE.hidden / 2 / h200.gather_bytes_s
     hidden = 2 * SHAPE.hidden * 8192 / h200.matmul_flops
-    assert plain["tensor"] == pytest.approx(24 * LENGTH * (3 * 8 * bytes_s + 2 * 8 * bytes_s - hidden))
+    assert plain["tensor"] == pytest.approx(24 * LENGTH * (4 * 8 * bytes_s + 2 * 8 * bytes_s - hidden))
 
 
 def test_own_weights_add_up_to_the_model():
@@ -145,3 +146,48 @@ def test_planted_faults_are_found(monkeypatch):
     assert in_flight(4, 1) != (4, 3, 2, 1)
     with pytest.raises(AssertionError):
         test_even_stages_have_the_bubble_of_the_textbook(4, 16)
+
+
+QWEN3 = replace(SHAPE, layers=28, tied=True)
+ROW, MIX = [65536], [16384, *[8192] * 2, *[4096] * 4, *[2048] * 4, *[1024] * 4, *[512] * 8]
+FSDP_MS = {1: 2778.8, 23: 1557.3}  # cp2 of the other backend in the same run, not compiled, by rows
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "budget", "ms", "gib", "step_gib"),
+    [
+        ("tp2-sp", ROW, 65536, 3113.9, 17.67, 20.01),
+        ("tp2-sp", MIX, 65536, 1878.9, 17.67, 20.01),
+        ("cp2", ROW, 32768, 2813.4, 21.92, 28.02),
+        ("cp2", MIX, 32768, 1552.3, 21.92, 28.02),
+        ("pp2", ROW, 65536, 5172.2, 22.94, 25.52),
+        ("pp2", MIX, 17856, 1903.0, 15.63, 25.52),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_measured_on_two_h200s(name, lengths, budget, ms, gib, step_gib):
+    """benchmarks/results/megatron_gpu.json, Qwen3-1.7B, bf16, selective, not compiled, moments left out of a call: against fsdp's own
+    prediction and time (its layers were not compiled either) within 6 %; peaks from 2 % below to 6 % above."""
+    layout, h200 = parse_layout(name), Machine.load("h200")
+    cost, ranks = model(layout, h200, QWEN3), layout.dp * layout.cp
+    plan = make_plan(lengths, Limits(ranks, layout.cp, budget), cost.stages()[-1])
+    fsdp = CostModel(QWEN3, h200, 2)
+    slower = FSDP_MS[len(lengths)] / (sum(fsdp(length, 2) for length in lengths) + fsdp.step_s)
+    assert play(plan, lengths, cost, layout).makespan_s * slower == pytest.approx(ms, rel=0.06)
+
+    steps = len(plan.micro_steps)
+    flights = tuple(min(held, steps) for held in in_flight(layout.pp, 1))
+    memory = StageMemory(QWEN3, cut_of(layout), ranks, flights)
+    tokens = max(
+        row_tokens([lengths[i] for i in row.samples], row.size, "contiguous")
+        for rows in plan.micro_steps
+        for row in rows
+    )
+    calls, updates = [], []
+    for stage in range(layout.pp):
+        static, moments = memory.static(stage), memory.moments(tokens, layout.cp, rank=stage)
+        there = static["parameters"] + (static["gradients"] if steps > 1 else 0.0)
+        calls.append(there + max(sum(parts.values()) for moment, parts in moments.items() if moment != "step"))
+        updates.append(sum(static.values()) + sum(moments["step"].values()))
+    assert 0.98 * gib <= 1.01 * max(calls) / 2**30 <= 1.06 * gib
+    assert 0.98 * step_gib <= 1.01 * max(updates) / 2**30 <= 1.06 * step_gib

@@ -173,8 +173,8 @@ class CostModel:
         pair of a column and a row linear (attention; dense MLP), A = 4 bytes a sum (8 in fp64), b a value:
 
                              plain    sequence parallel
-            forward          2 A      b + A        and once more for attention where the layer is run again; the MLP's ends
-            row, backward    0        b            before its sum
+            forward          2 A      b + A        and once more where the layer is run again
+            row, backward    0        b
             column, backward 2 A      b + A        beside the weight's gradient, 2 flops a weight and token
 
         An expert block is repeated: nothing, or under sequence parallelism its rows gathered each way; with etp the experts'
@@ -187,8 +187,7 @@ class CostModel:
         forward, row = (b + wide, b) if rows else (2 * wide, 0)
         again = self.recompute != "none"
         dense = shape.layers - shape.moe_layers
-        travelled = shape.layers * (forward * (2 if again else 1) + row)
-        travelled += dense * (forward + row + (b if again and rows else 0))
+        travelled = (shape.layers + dense) * (forward * (2 if again else 1) + row)
         times = 3 if again else 2
         travelled += shape.moe_layers * times * ((b if rows else 0) + (2 * wide if self.cut.etp > 1 else 0))
         beside = (shape.layers + dense) * forward

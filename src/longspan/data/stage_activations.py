@@ -69,7 +69,8 @@ class StageActivations:
 
         At its top: the hidden gradient, and 2 m, since the product's gradient becomes those of its two factors (3 m) while
         its own m is let go. At the MLP's column linear, when of its 5 m there are the 2 m of its gradient: the input's
-        gradient in fp32 and in b, under sequence parallelism the rows gathered and what is scattered as well. Pipelines:
+        gradient in fp32 and in b, under sequence parallelism the rows gathered and what is scattered as well. At the end of
+        what is made again: the MLP's row linear, whose sum is fp32 (a recomputation stops after it, not before). Pipelines:
         the gradient received and the one to send. Plain DeltaNet: its chunks.
         """
         own, b, rows = self.own, self.bytes_per_value, self.cut.rows
@@ -77,6 +78,9 @@ class StageActivations:
         top = max(2 * own.mlp, own.expert_mlp * own.experts_per_token, own.shared_mlp) * b
         scattered = b + rows * max(4, b) if self.cut.sequence_parallel else 0.0
         column = own.hidden * (max(4, b) + b + scattered) - 3 * own.mlp * b if self.cut.tp > 1 else 0.0
+        row = own.hidden * (max(4, b) + rows * (b + (max(4, b) if self.cut.sequence_parallel else 0)))
+        if recompute != "none" and self.cut.tp > 1:
+            top = max(top, row)
         hidden = rows * own.hidden * b * (3 if self.cut.pp > 1 else 1)
         chunks = self.inner.chunks() if self.plain_delta and own.linear_layers else 0.0
         return again + max(top, column) + hidden + chunks

@@ -7,13 +7,14 @@ Always there, of a rank's own weights (data/stages.py), M = 4 (8 in fp64) bytes 
     gradients   one accumulator (M) a trained weight: parameter.grad, under bf16 the fp32 sums of backend.py
     optimizer   moments (M each) of one slice: 1 / (dp * cp), experts 1 / (dp * cp / ep) (zero.py)
 
-On top, the largest of four moments of each pipeline rank, which holds n = flights[rank] (micro-step, chunk) pairs at most:
+On top, the largest of five moments of each pipeline rank, which holds n = flights[rank] (micro-step, chunk) pairs at most:
 
     head   last rank: n pairs, the output layer's weight gathered over tp (V E b), the final norm and hidden states of all
            tokens, one chunk of fp32 logits, the output layer's gradient in fp32 (the head forms it in its forward)
     layer  n pairs, what the layer whose backward runs makes again, its gradients, the head's rows of V / tp
     end    n - 1 pairs, the first layer of a chunk in its backward, gradients (b) of the whole chunk under bf16, where they
            wait for the fp32 sums until the chunk is done; in master precision they are added as they appear
+    sums   bf16: n - 1 pairs, those gradients with the embeddings', and the largest of them in fp32
     step   no activation: gradients summed into slices, of which the norm squares the largest in fp64 (16 bytes a number);
            later, the accumulators gone, slices, their clipped copies and AdamW's square roots (3 M)
 
@@ -124,6 +125,10 @@ class StageMemory:
         held = trained.embeddings * b if rank == self.cut.pp - 1 else 0.0
         wide = self.bytes_per_value < self._wide
         chunk = b * (trained.total / self.cut.vpp if wide else 0.0)
+        vocabulary = b * float(-(-self.shape.vocab // self.cut.tp) * self.shape.hidden)
+        late = (
+            min(chunk, vocabulary) if rank == 0 and self.trained.embeddings else 0.0
+        )  # after the first layer's backward
         kept = {"activations": flights * one, "vision": flights * vision}
         found = {
             "layer": kept
@@ -132,10 +137,13 @@ class StageMemory:
                 "activations": (flights - 1) * one,
                 "vision": flights * vision,
                 "layer": backward,
-                "layer gradients": chunk + self._largest(rank) * (self._wide if wide else b),
+                "layer gradients": chunk - late if wide else self._largest(rank) * b,
             },
             "step": self._step(rank),
         }
+        if wide:
+            sums = chunk + self._largest(rank) * self._wide
+            found["sums"] = {"activations": (flights - 1) * one, "layer gradients": sums}
         if rank == self.cut.pp - 1:
             found["head"] = kept | {"head": self._head(tokens)}
         return found
