@@ -215,6 +215,7 @@ def test_layouts_of_both_backends_are_ranked_by_the_same_clock(tmp_path, capsys)
         "what fits without tp is not faster with it"
     )
     said = capsys.readouterr().out
+    assert any("backend='megatron' runs eager" in sentence for sentence in report["why"])
     assert "memory of a rank:" in said and "tp2-pp2" in said.replace("\n", "")
 
 

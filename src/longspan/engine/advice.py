@@ -29,6 +29,11 @@ __all__ = ["Candidate", "Request", "advise", "bound_s", "cost_of", "explain", "m
 LEVEL = 1.005  # makespans this close are equal: less context parallelism wins, and a fixed layout over dynamic CP
 MOST_GIB = 2**14  # of a GPU that anyone could be advised to get
 
+EAGER = (  # benchmarks/results/megatron_gpu.json
+    "seconds are those of compiled layers: backend='megatron' runs eager, 1.25 (one long row) to 1.5 times (short rows) as long on H200s, as "
+    "fsdp without compile=True does"
+)
+
 Policy = tuple[str, tuple[str, ...]]  # recompute and offload of EngineConfig
 POLICIES: tuple[Policy, ...] = (("none", ()), ("selective", ()), ("full", ()))
 OFFLOADING: tuple[Policy, ...] = (  # tried where nothing fits the GPUs
@@ -190,6 +195,7 @@ def explain(request: Request, found: Sequence[Candidate]) -> list[str]:
     """Why the first candidate and not another: one sentence a choice that was open."""
     best = found[0]
     said = [_why_size(request, best)]
+    said += [EAGER] if any(c.backend == "megatron" and c.plan for c in found) else []
     if best.layout.cp > 1:
         why = mixer_for(request, replace(best.layout, mixer="auto", index="auto", ulysses=None)).why
         said += [why] if why.startswith(f"mixer {best.layout.mixer}") else []
