@@ -76,7 +76,9 @@ class Engine:
         self.mesh = mesh
         self.backend = backend
         self.planner = Planner(config, adapter, mesh, why)
-        self.reductions = Reductions(self.planner, backend.whole_bytes() if isinstance(backend, FSDPBackend) else (0, 0))
+        self.reductions = Reductions(
+            self.planner, backend.whole_bytes() if isinstance(backend, FSDPBackend) else (0, 0)
+        )
         self.builder = StepBuilder(config, adapter, mesh, DTYPES[config.dtype])
         self.dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self.step = 0
