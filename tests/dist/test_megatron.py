@@ -154,7 +154,12 @@ def test_a_checkpoint_loads_under_any_layout_and_backend(four_ranks):
         ),
         ("qwen3_moe", Layout(dp=2, etp=2), {}, "etp=2 must be 1 or tp=1: the columns of an expert lie over"),
         ("qwen3_moe", Layout(dp=2, tp=4, etp=2), {}, "Use etp in (1, 4)"),
-        ("qwen3_moe", Layout(tp=5, etp=5), {}, "etp=5 must divide the model's 24 columns of an expert. Use etp in (1, 2"),
+        (
+            "qwen3_moe",
+            Layout(tp=5, etp=5),
+            {},
+            "etp=5 must divide the model's 24 columns of an expert. Use etp in (1, 2",
+        ),
         ("qwen3", Layout(tp=2, etp=2), {}, "etp=2 cuts experts, and Qwen3ForCausalLM has none. Set etp=1"),
         (
             "gemma3",
