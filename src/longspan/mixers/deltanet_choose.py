@@ -2,8 +2,10 @@
 and f32 too).
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -35,6 +37,14 @@ def choose_delta_kernel(device: torch.device, dtype: torch.dtype) -> DeltaChoice
 
 
 def _make_fla(pieces: Pieces, device: torch.device) -> DeltaKernel:
-    from longspan.mixers.deltanet_fla import FlaDeltaKernel  # optional package; importing it compiles nothing yet
+    return _fla_kernel()(pieces, device)
 
-    return FlaDeltaKernel(pieces, device)
+
+@cache
+def _fla_kernel() -> Callable[[Pieces, torch.device], DeltaKernel]:
+    """Importing it compiles nothing yet. fla warns where the older flash-attn is missing, and where warnings are errors
+    (pytest) its first import would fail and its second succeed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImportWarning)
+        from longspan.mixers.deltanet_fla import FlaDeltaKernel  # optional package
+    return FlaDeltaKernel

@@ -11,17 +11,20 @@ Values widened to [u | 0] give A and B in one scan of D_v + D_k columns; a scan 
 serial chunks and leaves most SMs idle, so the extra columns and the further pieces (`longest`) run beside it. Chunks
 start at piece starts. Kernels autotune for a length's order of magnitude: rows end in `tail` inert tokens, at most
 one part in eight, so that lengths repeat. Convolution: fla's, over the halo as tokens of the first document, never
-over its initial state (bugs B10).
+over its initial state (bugs B10). With TileLang in fla's place of chunk_bwd_dqkwg, its race is mended first
+(deltanet_tile.py).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
 from fla.modules.causal_conv1d import causal_conv1d
 from fla.modules.norm.l2norm import l2norm
+from fla.ops.common.backends.tilelang import CommonTileLangBackend
 from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local, chunk_fwd_o
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
@@ -31,6 +34,7 @@ from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
 from longspan.mixers.deltanet_pieces import Pieces
+from longspan.mixers.deltanet_tile import mended
 
 __all__ = ["FlaDeltaKernel"]
 
@@ -103,6 +107,7 @@ class FlaDeltaKernel:
     def backward(
         self, gradient: Tensor, inputs: Sequence[Tensor], initial: Tensor | None, kept: Sequence[Tensor]
     ) -> "_Backward":
+        mend_tile_kernel()
         return _Backward(self, gradient, inputs, initial, kept)
 
     def states(self, some: Tensor | None) -> Tensor | None:
@@ -262,6 +267,16 @@ class _Backward:
         wanted = (self.q, self.k, self.v, self.g, self.beta)
         dq, dk, dv, dg, dbeta = (x[0].to(like.dtype) for x, like in zip(found, wanted, strict=True))
         return dq, dk, dv, dg, dbeta
+
+
+@cache
+def mend_tile_kernel() -> None:
+    """Put fla's TileLang kernel without its race in place, where fla would take that kernel; for the whole process."""
+    backend = CommonTileLangBackend()
+    if backend.is_available() and backend.is_enabled():
+        from fla.ops.common.backends.tilelang import chunk_bwd  # imports TileLang
+
+        chunk_bwd.chunk_bwd_dqkwg_tilelang = mended(chunk_bwd).chunk_bwd_dqkwg_tilelang
 
 
 def spans(bounds: Sequence[int], pieces: Sequence[int], device: torch.device) -> list[Span]:
