@@ -2,11 +2,13 @@
 
 Limits are DESIGN.md's table. A cell names where its worst figure stands: "sample 2, position 17" or a parameter's name.
 
-bf16 is held to a ratio of errors, so to figures of which a ratio can be taken. The root mean square of n rounding errors moves by
-1/sqrt(2n) between two runs of the same arithmetic, a ratio of two by 1/sqrt(n): log-probs are compared by the root mean square over tokens,
-not by the largest of them, and gradients of parameters with at least 1,024 elements (3 %; smaller ones are fp32's and fp64's to
-check). Several calls against one: a micro-step's gradient is rounded to bf16 (2^-9) before it is added in fp32. Four parts, each
-at most about three times as large as their sum, and the one call's own rounding: sqrt(4 * 9 + 1) * 2^-9 = 1.2e-2.
+bf16 is held to a ratio of errors, and errors move by chance between two runs of the same arithmetic. Its figures are taken down by what four
+standard deviations of such a ratio add (`CHANCE`), so that 1.2 is left for the layout:
+    gradients   a root mean square of n errors moves by 1/sqrt(2n), a ratio of two by 1/sqrt(n): error / (1 + 4 / sqrt(n))
+    log-probs   as a root mean square over all tokens; and the largest of n, whose standard deviation is 1.28 / (2 ln n) of itself
+                (Gumbel): largest / (1 + 4 * sqrt(2) * 1.28 / (2 ln n))
+A norm is one number; its error is at most the gradient's. Several calls and one are each within 1.2 times the error of the unsharded engine,
+so within twice that of each other.
 """
 
 import math
@@ -25,15 +27,15 @@ class Limits:
     leak: float  # 0: not one bit
     # a reference gradient below this share of the global norm counts as zero: its error is taken against that norm
     zero: float
-    spread: bool = False  # log-probs: the root mean square over tokens, not the largest
-    least: int = 1  # elements of the smallest parameter that is looked at
+    chance: float = 0.0  # standard deviations that a figure may move by chance: of figures that are held to a ratio
 
 
 LIMITS = {
     "float64": Limits(logprob=1e-8, gradient=1e-8, metric=1e-8, weights=1e-8, calls=1e-12, leak=0.0, zero=1e-10),
     "float32": Limits(logprob=1e-5, gradient=1e-5, metric=1e-5, weights=1e-5, calls=1e-5, leak=0.0, zero=1e-4),
 }
-LIMITS["bfloat16"] = replace(LIMITS["float32"], calls=1.2e-2, spread=True, least=1024)  # the others become ratios
+CHANCE = 4.0
+LIMITS["bfloat16"] = replace(LIMITS["float32"], chance=CHANCE)  # its limits are replaced by ratios
 BFLOAT16_FACTOR = 1.2  # bf16: as far from the fp32 oracle as unsharded bf16 is, times this
 MOE_LEAK = 1e-12  # experts see their tokens grouped by expert, so sums over tokens may round differently
 

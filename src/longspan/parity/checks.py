@@ -148,17 +148,22 @@ def _logprob(case: str, engine: Engine, plan: Plan, truth: Truth, findings: Find
     for name in ("logprob", "entropy"):
         got = [output[name] for output in outputs]
         findings.saw(got)
-        findings.add(
-            "logprob",
-            case if name == "logprob" else f"{case} {name}",
-            plan.limits.logprob,
-            partial(_token_distance, name, got, plan, truth),
-        )
+        title = case if name == "logprob" else f"{case} {name}"
+        largest = partial(_token_distance, name, got, plan, truth)
+        findings.add("logprob", title, plan.limits.logprob, largest)
+        if plan.limits.chance:
+            findings.add(
+                "logprob", f"{title}, spread", plan.limits.logprob, partial(_token_spread, name, got, plan, truth)
+            )
 
 
 def _token_distance(name: str, got: Sequence[Tensor], plan: Plan, truth: Truth) -> tuple[float, str]:
-    measure = differences.token_spread if plan.limits.spread else differences.tokens
-    return measure(got, truth.logprob if name == "logprob" else truth.entropy, plan.samples)
+    want = truth.logprob if name == "logprob" else truth.entropy
+    return differences.tokens(got, want, plan.samples, plan.limits.chance)
+
+
+def _token_spread(name: str, got: Sequence[Tensor], plan: Plan, truth: Truth) -> tuple[float, str]:
+    return differences.token_spread(got, truth.logprob if name == "logprob" else truth.entropy, plan.samples)
 
 
 def _gradient(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None:
@@ -194,7 +199,7 @@ def _teacher(engine: Engine, plan: Plan) -> Engine | None:
 
 
 def _gradient_distance(case: str, gradients: Mapping[str, Tensor], plan: Plan, truth: Truth) -> tuple[float, str]:
-    return differences.parameters(gradients, truth.gradients[case], plan.limits.zero, plan.limits.least)
+    return differences.parameters(gradients, truth.gradients[case], plan.limits.zero, plan.limits.chance)
 
 
 def _metric_distance(case: str, metrics: Mapping[str, float], truth: Truth) -> tuple[float, str]:
@@ -225,7 +230,7 @@ def _calls(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None
     for case in plan.calls:
         several = _accumulated(engine, orders[case], objective, trained)
         findings.saw(several)
-        measure = partial(differences.parameters, several, one, plan.limits.zero, plan.limits.least)
+        measure = partial(differences.parameters, several, one, plan.limits.zero, plan.limits.chance)
         findings.add("calls", case, plan.limits.calls, measure)
 
 
@@ -297,7 +302,7 @@ def _weights(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> No
         "weights",
         f"{plan.steps} steps",
         plan.limits.weights,
-        lambda: differences.parameters(weights, truth.weights, plan.limits.zero, plan.limits.least),
+        lambda: differences.parameters(weights, truth.weights, plan.limits.zero, plan.limits.chance),
     )
 
 

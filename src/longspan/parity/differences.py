@@ -1,5 +1,6 @@
 """Distances between what the engine said and what the oracle says, each with the place where it is largest."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -8,11 +9,17 @@ from torch import Tensor
 from longspan.data import Sample
 
 QUANTILE_STEP = 10 ** (1 / 64) - 1  # the engine's histograms have 64 bins a decade: a quantile is exact to one bin
+GUMBEL = 1.28 / 2 * 2**0.5  # the standard deviation of a ratio of two maxima of n errors, times ln n
 NOT_NUMBERS = ("time/", "mem/", "plan/")  # differ between layouts on purpose
 
 
-def tokens(engine: Sequence[Tensor], oracle: Sequence[Tensor], samples: Sequence[Sample]) -> tuple[float, str]:
-    """Largest absolute difference over trained tokens, and "sample s, position t"; wrong shapes are infinitely far."""
+def tokens(
+    engine: Sequence[Tensor], oracle: Sequence[Tensor], samples: Sequence[Sample], chance: float = 0.0
+) -> tuple[float, str]:
+    """Largest absolute difference over trained tokens, and "sample s, position t"; wrong shapes are infinitely far.
+
+    chance: standard deviations of a ratio of two such figures that are taken off (cells.py).
+    """
     largest, where = 0.0, ""
     for number, (got, want, sample) in enumerate(zip(engine, oracle, samples, strict=True)):
         if got.shape != want.shape:
@@ -22,7 +29,8 @@ def tokens(engine: Sequence[Tensor], oracle: Sequence[Tensor], samples: Sequence
         if float(difference.max()) > largest:
             position = int(difference.argmax())
             largest, where = float(difference.max()), f"sample {number}, position {position}"
-    return largest, where
+    count = sum(sample.num_trained for sample in samples)
+    return largest / (1.0 + chance * GUMBEL / math.log(max(count, 2))), where
 
 
 def token_spread(engine: Sequence[Tensor], oracle: Sequence[Tensor], samples: Sequence[Sample]) -> tuple[float, str]:
@@ -36,18 +44,19 @@ def token_spread(engine: Sequence[Tensor], oracle: Sequence[Tensor], samples: Se
 
 
 def parameters(
-    engine: Mapping[str, Tensor], oracle: Mapping[str, Tensor], zero: float, least: int = 1
+    engine: Mapping[str, Tensor], oracle: Mapping[str, Tensor], zero: float, chance: float = 0.0
 ) -> tuple[float, str]:
     """Largest relative L2 error over parameters and its name; a name that only one side has is infinitely far.
 
     A reference below `zero` times the global norm is zero in exact arithmetic: its error is measured against that norm.
-    least: elements of the smallest parameter that is looked at.
+    chance: standard deviations of a ratio of two such figures that are taken off, more of small parameters (cells.py).
     """
     if set(engine) != set(oracle):
         return float("inf"), f"only one side has {sorted(set(engine) ^ set(oracle))[:3]}"
     largest, where = 0.0, ""
-    for name, figure in each_parameter(engine, oracle, zero).items():
-        if oracle[name].numel() >= least and not figure <= largest:  # NaN too
+    for name, error in each_parameter(engine, oracle, zero).items():
+        figure = error / (1.0 + chance * oracle[name].numel() ** -0.5)
+        if not figure <= largest:  # NaN too
             largest, where = (figure if figure == figure else float("inf")), name
     return largest, where
 
