@@ -1,6 +1,7 @@
 """Gated DeltaNet on one or two GPUs of one host: forward and forward+backward of convolution and rule, through the package.
 
-    python benchmarks/deltanet.py            # needs fla-core; --smoke runs on 2 CPU processes
+    python benchmarks/deltanet.py                          # needs fla-core; --smoke runs on 2 CPU processes
+    python benchmarks/deltanet.py --only "64k row" state   # one row, and of the ways the sharded ones and the baseline
 
 16 key and 32 value heads of 128, bf16; one 64k document and the 64k mix of 23 documents. On one GPU: the package, runs
 left whole and cut into pieces; the package's plain torch rule; and "fla alone": fla's own layer functions on cu_seqlens.
@@ -8,11 +9,16 @@ On two GPUs the sharded ways stand beside them. Efficiency: time on one GPU
 (same process and run, runs left whole) / (ranks * time). "state" passes states between ranks, with runs left whole and
 cut into pieces of 4k to 16k tokens; "heads" shares the heads out by all-to-all. A repeat is the mean of CALLS calls one
 after the other, as layers come, on the slower rank. Errors: relative L2 of output and gradients against one GPU.
-fla autotunes at first use: keep TRITON_CACHE_DIR, with TRITON_CACHE_AUTOTUNING=1.
+first_s: the first call of a way, compilation and tuning included. A kernel with more than 12 configurations (convolution
+16, unit vectors 25) tunes over those with four warps only, for "fla alone" too. The file is written after every way, the
+package's defaults first. fla keeps compiled kernels and tuning in TRITON_CACHE_DIR, TileLang in TILELANG_CACHE_DIR: carry
+both over. Known times on an H200, cold: about 100 s for the first call of fla's layer with every configuration, alone on
+the machine; with eight other programs 175 s were too short for it; the TileLang kernel takes 11 to 15 s of a first call.
 """
 
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,7 +39,8 @@ from longspan.mixers.linear import DeltaShape, DeltaWeights, LinearPrepared, gat
 RANKS = min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 SHAPE = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 SMOKE = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=8)
-PIECES = (None, 4096, 8192, 16384)
+PIECES = (None, 8192, 4096, 16384)
+MOST = 12  # configurations a kernel tunes over as fla lists them
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -51,12 +58,30 @@ def ways(
         return seen, LinearPrepared("state", pieces, seen.group, make(pieces, where), None)
 
     found = {"one GPU": state(alone, None)}
+    if RANKS > 1:
+        found |= {f"state, {f'pieces of {n}' if n else 'whole runs'}": state(info, n) for n in PIECES}
+        found["heads"] = (info, prepare_linear(info, where, how="heads", dtype=dtype))
     found |= {f"one GPU, pieces of {longest}": state(alone, longest) for longest in PIECES if longest}
-    found["one GPU, torch rule"] = (alone, torch_rule(alone, where))
-    if RANKS == 1:
-        return found
-    found |= {f"state, {f'pieces of {n}' if n else 'whole runs'}": state(info, n) for n in PIECES}
-    return found | {"heads": (info, prepare_linear(info, where, how="heads", dtype=dtype))}
+    return found | {"one GPU, torch rule": (alone, torch_rule(alone, where))}
+
+
+def chosen(asked: Settings, names: Iterable[str]) -> list[str]:
+    """The names that `--only` asks for; all where it asks for none of them."""
+    every = list(names)
+    return [name for name in every if asked.wants(name)] or every
+
+
+def tune_over_fewer() -> None:
+    """Holds for kernels defined after this call, so it comes before fla's import."""
+    from triton.runtime.autotuner import Autotuner
+
+    plain = Autotuner.__init__
+
+    def short(self: Any, fn: Any, arg_names: Any, configs: list[Any], *others: Any, **named: Any) -> None:
+        four = [config for config in configs if config.num_warps == 4]
+        plain(self, fn, arg_names, four if len(configs) > MOST and four else configs, *others, **named)
+
+    Autotuner.__init__ = short
 
 
 def torch_rule(alone: SeqInfo, where: torch.device) -> LinearPrepared:
@@ -85,8 +110,17 @@ def fla_alone(local: list[Tensor], weights: DeltaWeights, shape: DeltaShape, cu:
     return out[0]
 
 
-def bench_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
-    """All ways on one row; runs on every rank, the result is the same on all."""
+def bench(asked: Settings) -> None:
+    """Every row, on every rank; rank 0 reports."""
+    if torch.cuda.is_available() and find_spec("fla") is not None:
+        tune_over_fewer()
+    report = Report("deltanet", asked, (__doc__ or "").replace("\n", " ")) if dist.get_rank() == 0 else None
+    for name in chosen(asked, asked.rows):
+        bench_row(asked, name, asked.rows[name], report)
+
+
+def bench_row(asked: Settings, name: str, lengths: tuple[int, ...], report: Report | None) -> None:
+    """The ways asked for, on one row."""
     where, rank = world().device, dist.get_rank()
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     shape = SMOKE if asked.smoke else SHAPE
@@ -99,13 +133,14 @@ def bench_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict
     mixed, b, a, gradient = (torch.randn(s, device=where, generator=draw).to(dtype) for s in sizes)
     conv = torch.randn(channels, 4, device=where, generator=draw).to(dtype).requires_grad_()
     decays = [torch.full((heads,), -2.0, device=where, dtype=dtype).requires_grad_() for _ in range(2)]
-    rows: list[dict[str, Any]] = []
+    one: dict[str, Any] = {}  # the row of the first way, with which the others are compared
     whole: list[Tensor] = []
     listed: dict[str, tuple[SeqInfo, LinearPrepared | None]] = dict(ways(info, alone, where, dtype))
     if where.type == "cuda" and find_spec("fla") is not None:
         listed["one GPU, fla alone"] = (alone, None)
     boundaries = cu.to(where, torch.int64)
-    for way, (seen, prepared) in listed.items():
+    for way in dict.fromkeys(["one GPU", *chosen(asked, listed)]):
+        seen, prepared = listed[way]
         index = seen.index.to(where)
         local = [x[index].contiguous().requires_grad_() for x in (mixed, b, a)]
         pull = gradient[index].contiguous()
@@ -120,36 +155,34 @@ def bench_row(asked: Settings, name: str, lengths: tuple[int, ...]) -> list[dict
             out = run()
             return [out.detach(), *torch.autograd.grad(out, [*local, conv, *decays], pull)[:3]]
 
+        start = time.perf_counter()
         found = both()
         whole = whole or found
         mine = max(relative(x, y[index]) for x, y in zip(found, whole, strict=True))
+        first_s = round(time.perf_counter() - start, 1)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         with torch.no_grad():
             forward_ms = slowest_ms(forward, asked.repeats)
-        rows.append(
-            {
-                "row": name,
-                "way": way,
-                "error": max(every),
-                "forward_ms": forward_ms,
-                "both_ms": slowest_ms(both, asked.repeats),
-            }
-        )
-        one, used = rows[0], 1 if way.startswith("one") else RANKS
+        row = {
+            "row": name,
+            "way": way,
+            "error": max(every),
+            "first_s": first_s,
+            "forward_ms": forward_ms,
+            "both_ms": slowest_ms(both, asked.repeats),
+        }
+        one, used = one or row, 1 if way.startswith("one") else RANKS
         for part in ("forward_ms", "both_ms"):
-            ratio = statistics.median(one[part]) / statistics.median(rows[-1][part]) / used
-            rows[-1][f"efficiency_{part.removesuffix('_ms')}"] = round(ratio, 3)
-    return rows
+            ratio = statistics.median(one[part]) / statistics.median(row[part]) / used
+            row[f"efficiency_{part.removesuffix('_ms')}"] = round(ratio, 3)
+        if report is not None:
+            report.add(**row)
+            report.save(bars=lambda row: (row["row"], row["way"], row["median_both_ms"]), unit="forward + backward, ms")
 
 
 def main() -> None:
-    asked = settings(__doc__ or "")
-    report = Report("deltanet", asked, (__doc__ or "").replace("\n", " "))
-    for name, lengths in asked.rows.items():
-        for row in launch(bench_row, asked, name, lengths, ranks=RANKS, timeout_s=1800)[0]:
-            report.add(**row)
-    report.save(bars=lambda row: (row["row"], row["way"], row["median_both_ms"]), unit="forward + backward, ms")
+    launch(bench, settings(__doc__ or ""), ranks=RANKS, timeout_s=1800)
 
 
 if __name__ == "__main__":
