@@ -2,23 +2,29 @@
 micro-steps, two calls against one, calls that stop half-way; and how often ranks really meet.
 
 Faults, each of which must show: gradients that wait are dropped between micro-steps; the vision tower waits too and is never
-summed; clear_gradients leaves what a torn call left.
+summed; clear_gradients leaves what a torn call left; layers stay gathered after a call without backward, or as a teacher's.
 """
 
 import dataclasses
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
 
-from longspan import AdamW, Engine, EngineConfig, launch
+from longspan import AdamW, Engine, EngineConfig, Objective, launch
 from longspan.data.memory import CONTEXT_GIB, GIB, ROOM
 from longspan.engine import engine as engine_module
+from longspan.engine import planning as planning_module
+from longspan.engine import reductions as reductions_module
 from longspan.engine.fsdp import backend as backend_module
 from longspan.engine.fsdp.waiting import drop_waiting
+from longspan.engine.memory import used_gib
+from longspan.engine.optim import SGD, local
+from longspan.engine.reductions import Traffic
+from longspan.launch import world
 from longspan.layout import parse_layout
 from longspan.parity import Reference
 from longspan.parity.cases import PPO, Case
@@ -252,6 +258,12 @@ CONFIGS = {
 }
 
 
+def sizes(engine, samples):
+    """GiB of whole gradients, of gathered layers, and at the peak of a micro-step."""
+    held, peak = engine.backend.held(), engine.planner.memory_of(0.0).peak(max(map(len, samples)))
+    return held.gradients / GIB, held.layers / GIB, peak / GIB
+
+
 def chosen(samples):
     """Each choice in turn, as GPUs of such memory would make it: gradients, metrics, sums and gathers; and what was logged."""
     said, handler = [], logging.Handler()
@@ -263,8 +275,7 @@ def chosen(samples):
     found = []
     for given_samples, settings in ((samples, {"dtype": "bfloat16"}), (adapters, {"lora": CONFIGS})):
         engine, each = build(TEXT, "dp2", **settings), []
-        chooser, peak = engine.reductions, engine.planner.memory_of(0.0).peak(max(map(len, samples))) / GIB
-        gradients, weights = chooser.gradients_gib, chooser.weights_gib
+        gradients, weights, peak = sizes(engine, samples)
         for spare in (
             None,
             0.9 * min(gradients, weights),
@@ -303,26 +314,136 @@ def test_the_planner_chooses_by_memory_and_says_so():
     assert "do not fit beside the largest micro-step" in said[1] and not other, "rank 0 speaks for all"
 
 
+@contextmanager
+def still_gathered(engine_keeps, lets_go):
+    """Faults: layers stay gathered without backward too; and nothing lets them go where parameters are read."""
+    real = backend_module.keep_gathered
+    with ExitStack() as stack:
+        if engine_keeps:
+            kept = replaced(backend_module, "keep_gathered", lambda units, stays: real(units, True))
+            stack.enter_context(kept)
+        if not lets_go:
+            stack.enter_context(replaced(backend_module, "let_go", lambda policy: None))
+        yield
+
+
+# room, and the faults: either of two things keeps a step right, and both at once must show
+GATHERED = {
+    "twice": (None, False, True),
+    "once": (80.0, False, True),
+    "let go after forward": (80.0, False, False),
+    "let go before step": (80.0, True, True),
+    "fault": (80.0, True, False),
+}
+
+
 def stepped(samples):
-    """Log-probs after two steps, gathered twice and once. And a fault: forward alone does not let weights go."""
-    found, real = [], backend_module.keep_gathered
-    for room_gib, fault in ((None, False), (80.0, False), (80.0, True)):
+    """Log-probs after two steps, by name of GATHERED."""
+    found = {}
+    for name, (room_gib, keeps, lets_go) in GATHERED.items():
         engine = build(TEXT, "dp2")
         engine.planner.room_gib = room_gib
         train(engine, samples)
         engine.optim_step(AdamW(lr=0.01))
         train(engine, samples)
-        planted = replaced(backend_module, "keep_gathered", lambda units, stays: real(units, True))
-        with planted if fault else nullcontext():
+        with still_gathered(keeps, lets_go):
             engine.forward(samples)
             engine.optim_step(AdamW(lr=0.01))
-            found.append([out["logprob"] for out in engine.forward(samples)])
+            found[name] = torch.cat([out["logprob"] for out in engine.forward(samples)])
     return found
 
 
 def test_a_step_reaches_weights_that_stayed_gathered():
     samples, _ = given(TEXT)
-    twice, once, fault = launch(stepped, samples, ranks=2, timeout_s=60)[0]
-    assert all(torch.equal(one, other) for one, other in zip(twice, once, strict=True))
-    gap = max(float((one - other).abs().max()) for one, other in zip(once, fault, strict=True))
-    assert gap > 1e-3, "the fault must show"
+    found = launch(stepped, samples, ranks=2, timeout_s=60)[0]
+    gaps = {name: float((found[name] - found["twice"]).abs().max()) for name in GATHERED}
+    assert gaps.pop("fault") > 1e-3, "the fault must show"
+    assert not any(gaps.values()), gaps
+
+
+def taught(samples, folder):
+    """A teacher that trains too, by name of GATHERED: its norm, gradients and weights, and those of its checkpoint."""
+    found = {}
+    for name, (room_gib, keeps, lets_go) in GATHERED.items():
+        teacher, student = (build(TEXT, "dp2", dtype="bfloat16", seed=seed) for seed in (0, 1))
+        teacher.planner.room_gib = student.planner.room_gib = room_gib
+        train(teacher, samples)
+        teacher.optim_step(SGD(lr=0.1))
+        told = train(teacher, samples)
+        assert told["plan/gathers"] == (2 if room_gib is None else 1)
+        with still_gathered(keeps, lets_go):
+            student.forward_backward(samples, Objective("distill_full"), teacher=teacher)
+            gradients = teacher.gradients()
+            norm = teacher.optim_step(SGD(lr=0.1))["grad/norm"]
+            weights = teacher.state_dict()
+            if name != "fault":
+                teacher.save(folder / name)
+        if name != "fault":
+            student.load(folder / name)
+        found[name] = norm, gradients, weights, student.state_dict()
+    return found
+
+
+def test_a_teacher_lets_its_layers_go(tmp_path):
+    samples, _ = given(TEXT)
+    found = launch(taught, samples, tmp_path, ranks=2, timeout_s=120)[0]
+    norm, gradients, weights, _ = found["twice"]
+    other_norm, other, left, _ = found.pop("fault")
+    assert abs(other_norm - norm) > 0.1 * norm and other.keys() == gradients.keys(), "the fault must show"
+    assert {value.dtype for value in left.values()} != {torch.float32}, "the fault must show"
+    for name, (its_norm, its_gradients, *its_weights) in found.items():
+        assert its_norm == norm, name
+        assert all(torch.equal(its_gradients[key], value) for key, value in gradients.items()), name
+        for each in its_weights:
+            assert all(torch.equal(each[key], value) for key, value in weights.items()), name
+
+
+def crowded(samples):
+    """Others on the device of rank 1 alone: what each rank would choose by itself, and what they do; bytes of this engine."""
+    with replaced(planning_module, "device_gib", lambda device: 80.0 + world().rank):
+        engine = build(TEXT, "dp2", dtype="bfloat16", max_tokens_per_rank="auto")
+    known, budget = engine.planner.room_gib, engine.planner.limits([40]).budget
+    engine = build(TEXT, "dp2", dtype="bfloat16")
+    chooser, (gradients, _, peak) = engine.reductions, sizes(engine, samples)
+    engine.planner.room_gib = (peak + 3 + 1.1 * gradients + CONTEXT_GIB) / ROOM
+    alone, found, own = [], [], [engine.backend.held().own]
+    traffic = chooser.traffic
+
+    def noted(plan, rooms):
+        alone.append(traffic(plan, [rooms[world().rank]]))
+        return traffic(plan, rooms)
+
+    for gib in (0.0, 2.5, 3.5):
+        used = CONTEXT_GIB + gib * world().rank
+        with (
+            replaced(reductions_module, "used_gib", lambda device, used=used: used + engine.backend.held().own / GIB),
+            replaced(chooser, "traffic", noted),
+        ):
+            told = train(engine, samples)
+        found.append((told["plan/reductions"], told["plan/gathers"]))
+    own.append(engine.backend.held().own)
+    engine.optim_step(AdamW(lr=0.01))
+    own.append(engine.backend.held().own)
+    shards = sum(local(parameter).nbytes for _, parameter in engine.backend.named_parameters())
+    return known, budget, alone, found, told["plan/micro_steps"], [each / shards for each in own]
+
+
+def test_the_fullest_device_decides_for_all_ranks():
+    samples, _ = given(TEXT)
+    one, two = launch(crowded, samples, ranks=2, timeout_s=60)
+    assert one[0] == two[0] == 80 and one[1] == two[1], "GPUs of 80 and 81 GiB"
+    steps = one[4]
+    assert steps >= 3
+    assert one[2] == [Traffic(1, 1)] * 3 and two[2] == [Traffic(1, 1), Traffic(1, 2), Traffic(steps, 2)]
+    assert one[3] == two[3] == [(1, 1), (1, 2), (steps, 2)], "alone they would part, and hang"
+    assert one[5] == pytest.approx([1, 2, 3], rel=1e-2), "weights; their gradients; two moments and no gradients"
+
+
+def test_what_a_gpu_holds_is_counted_in_and_outside_the_allocator():
+    device, says = torch.device("cuda", 0), {"memory_reserved": 30 * GIB, "memory_allocated": 22 * GIB}
+    with ExitStack() as stack:
+        for name, value in says.items():
+            stack.enter_context(replaced(torch.cuda, name, lambda device, value=value: value))
+        stack.enter_context(replaced(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB)))
+        assert used_gib(device) == 80 - 40 - 8
+    assert used_gib(torch.device("cpu")) == 0

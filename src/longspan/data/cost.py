@@ -15,7 +15,8 @@ window).
     tensor       tp's collectives (`_tensor_token_s`), as far as the matmul beside them does not hide them
     offload      checkpoints on their way to the host and back, as far as FSDP's traffic would show as well
 
-and once a micro-step `step_s`: launches and what FSDP's traffic does not hide, or tp's gather of the head's weight.
+and once a micro-step `step_s`: launches and what FSDP's traffic does not hide (its upper case: `traffic_s`), or tp's
+gather of the head's weight.
 backend="megatron" (`sharded` False) has no FSDP traffic; dense, attention, linear and exchange are those of 1/tp of the
 heads and columns, experts, tower and head are repeated on tensor-parallel ranks; a stage has 1 / (pp * vpp) of the layers,
 the first one the tower, the last one the head (data/stages.py); engine/pipelines.py plays stages out. Sums over samples give a row's time,
@@ -130,8 +131,9 @@ class CostModel:
 
     @property
     def traffic_s(self) -> float:
-        """FSDP's traffic in a micro-step, hidden or not: weights gathered for forward and backward, fp32 gradients scattered
-        once."""
+        """FSDP's traffic in a micro-step at most, hidden or not: weights gathered for forward and again for backward, fp32
+        gradients scattered after it. Calls that have room gather once, and scatter once a call (engine/reductions.py); that
+        is decided of a finished plan, so plans count with the upper case."""
         machine, shape = self.machine, self.shape
         if self.num_ranks == 1 or not self.sharded:
             return 0.0

@@ -19,7 +19,7 @@ from longspan.models.lora import Routing
 from longspan.models.vision import MediaShard
 from longspan.objective import TeacherHead
 
-__all__ = ["Backend", "Head", "MicroStep", "Program"]
+__all__ = ["Backend", "Head", "Held", "MicroStep", "Program"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,15 @@ class MicroStep:
     teacher: TeacherHead | None = None  # a second engine's side of these tokens
     reduces: bool = True  # gradients that wait since the last sum over ranks are summed after this micro-step
     gathered: bool = False  # weights stay gathered from a layer's forward to its backward
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes on a rank's device: what it would hold in a call, and what it holds now."""
+
+    gradients: int  # whole ones, of all that may wait for a sum over ranks
+    layers: int  # decoder layers, gathered
+    own: int  # weights, gradients and optimizer state of this engine, now
 
 
 class Program(Protocol):
@@ -81,6 +90,10 @@ class Backend(Protocol):
 
     def opened(self, step: MicroStep) -> AbstractContextManager[tuple[Tensor, Head]]:
         """Last hidden states [T_local, E] and the output layer, without gradient, both alive inside the block."""
+        ...
+
+    def held(self) -> Held | None:
+        """None where neither sums nor gathers over ranks may be saved."""
         ...
 
     def step(self, settings: AdamW | SGD, adapter: str | None) -> dict[str, float]:

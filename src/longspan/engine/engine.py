@@ -28,7 +28,7 @@ from longspan.engine.optim import SGD, AdamW
 from longspan.engine.outputs import Outputs, TokenBuffer
 from longspan.engine.planning import Planner, heads_per_rank, mixer_choice
 from longspan.engine.program import WEIGHT, Forward, Train
-from longspan.engine.reductions import Reductions, marked
+from longspan.engine.reductions import Reductions, Room, Traffic, marked
 from longspan.engine.steps import Keep, StepBuilder
 from longspan.engine.teachers import check_teacher, with_teacher
 from longspan.errors import RankError, UserError
@@ -76,9 +76,7 @@ class Engine:
         self.mesh = mesh
         self.backend = backend
         self.planner = Planner(config, adapter, mesh, why)
-        self.reductions = Reductions(
-            self.planner, backend.whole_bytes() if isinstance(backend, FSDPBackend) else (0, 0)
-        )
+        self.reductions = Reductions(self.planner, backend, mesh.device)
         self.builder = StepBuilder(config, adapter, mesh, DTYPES[config.dtype])
         self.dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self.step = 0
@@ -140,9 +138,10 @@ class Engine:
             samples, objective, normalise, denominator=denominator, by_adapter=self.config.lora is not None
         )
         batch = self._admit(samples, objective.stream_fields(samples), weights, objective.moe_over)
-        plan = self._agree(batch, self.planner.plan(batch))
+        plan = self.planner.plan(batch)
+        traffic = self.reductions.traffic(plan, self._agree(batch, plan, self.reductions.room(batch, plan)))
         steps = self.builder.steps(batch, plan, self._keep(objective))  # pack, shard: one micro-step at a time
-        steps = marked(steps, plan, self.reductions.traffic(batch, plan))
+        steps = marked(steps, plan, traffic)
         steps = steps if teacher is None else with_teacher(steps, teacher, samples, plan)
         shares = self._shares(samples, weights["moe_aux"]) if objective.shares_routes else None
         program = Train(objective, Stats(self.mesh.device), objective.stream_fields(samples), shares)
@@ -150,7 +149,7 @@ class Engine:
         self.backend.run(steps, program)
         self.torn = False
         self.alone = objective.moe_over == "batch"
-        return program.stats.reduce(self.mesh.all) | self._measured(batch, plan, started)
+        return program.stats.reduce(self.mesh.all) | self._measured(batch, plan, traffic, started)
 
     @typed
     def forward(
@@ -173,7 +172,8 @@ class Engine:
             )
         self._check_topk(topk, outputs)
         batch = self._admit(samples, (), {})
-        plan = self._agree(batch, self.planner.plan(batch))
+        plan = self.planner.plan(batch)
+        self._agree(batch, plan)
         buffer = TokenBuffer(batch.lengths, self.mesh.device)
         self.backend.run(
             self.builder.steps(batch, plan, Keep(routes=ROUTES in outputs)), Forward(tuple(outputs), buffer, topk)
@@ -368,25 +368,25 @@ class Engine:
             samples, self.adapter, weights=streams, fields=names, dtype=self.dtype, routing=self.backend.routing
         )
 
-    def _agree(self, batch: Batch, plan: Plan) -> Plan:
-        """Every rank must hold the same batch and plan; a difference is an error that names the rank, not a hang."""
+    def _agree(self, batch: Batch, plan: Plan, room: Room | None = None) -> list[Room | None]:
+        """Every rank must hold the same batch and plan; a difference is an error that names the rank, not a hang. Returns each
+        rank's `room`: they all decide from the same."""
         mine = (fingerprint(batch), len(plan.micro_steps), sum(batch.lengths), hash(plan))
-        said = self.mesh.gather_objects(mine)
-        for rank, theirs in enumerate(said):
-            if theirs != said[0]:
+        said = self.mesh.gather_objects((mine, room))
+        for rank, (theirs, _) in enumerate(said):
+            if theirs != said[0][0]:
                 raise RankError(
-                    f"rank {rank} has (batch checksum, micro-steps, tokens, plan) = {theirs}, rank 0 has {said[0]}. Every rank must "
+                    f"rank {rank} has (batch checksum, micro-steps, tokens, plan) = {theirs}, rank 0 has {said[0][0]}. Every rank must "
                     "pass the same samples in the same order to the same call"
                 )
-        return plan
+        return [each for _, each in said]
 
     def _start(self) -> float:
         reset_peak()
         return perf_counter()
 
-    def _measured(self, batch: Batch, plan: Plan, started: float) -> dict[str, float]:
+    def _measured(self, batch: Batch, plan: Plan, traffic: Traffic, started: float) -> dict[str, float]:
         """Speed and memory of this rank: the only numbers that depend on the layout."""
         seconds = perf_counter() - started
         report = {"time/forward_backward_s": seconds, "mem/peak_gib": peak_gib()}
-        report |= self.reductions.traffic(batch, plan).report()
-        return report | self.planner.observe(batch, plan, seconds)
+        return report | traffic.report() | self.planner.observe(batch, plan, seconds)

@@ -8,7 +8,7 @@ import torch
 from longspan.engine.backend import MicroStep
 from longspan.errors import OutOfMemory
 
-__all__ = ["explain_out_of_memory", "peak_gib", "reset_peak"]
+__all__ = ["device_gib", "explain_out_of_memory", "peak_gib", "reset_peak", "used_gib"]
 
 
 @contextlib.contextmanager
@@ -28,6 +28,21 @@ def explain_out_of_memory(step: MicroStep, *, trains: bool) -> Iterator[None]:
             f"rank (cp={size}, sample lengths {lengths[:4]}). Set max_tokens_per_rank below {tokens}"
             f" (try {max(1, tokens // 2)}), cp={2 * size} for the longest sample, or recompute='full'. Allocator: {text[:200]}"
         ) from error
+
+
+def device_gib(device: torch.device) -> float | None:
+    """Memory of a GPU; None for a CPU, which has no limit that is known."""
+    return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+
+
+def used_gib(device: torch.device) -> float:
+    """Of a GPU now, by every process, in and outside the allocator; blocks that this process's allocator keeps free count as
+    free. 0 for a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (total - free - kept) / 2**30
 
 
 def peak_gib() -> float:

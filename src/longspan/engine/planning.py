@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import torch
 
 from longspan.data import Limits, Plan, lower_bound, make_plan, makespan, row_tokens
 from longspan.data.cost import CostModel
@@ -19,7 +18,7 @@ from longspan.data.shape import ModelShape
 from longspan.data.stage_memory import StageMemory
 from longspan.engine.batch import Batch
 from longspan.engine.config import EngineConfig
-from longspan.engine.memory import peak_gib
+from longspan.engine.memory import device_gib, peak_gib
 from longspan.engine.memory_model import WIDTHS, memory_model
 from longspan.engine.mixer_choice import MixerChoice, choose_mixer
 from longspan.engine.pipelines import Played, cut_of, plan_stages, play, slowest_stage
@@ -58,7 +57,8 @@ class Planner:
         named = MACHINE if config.machine == "auto" and on_gpu else config.machine
         self.model = None if named == "auto" else _cost_model(self.shape, config, self.layout, self.ranks, named)
         self.memory_of = partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device)
-        self.room_gib = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
+        room = device_gib(mesh.device)
+        self.room_gib = None if room is None else min(mesh.gather_objects(room))  # GPUs need not be equal
         self._budgets: dict[float, int] = {}  # tokens a rank under "auto", by the share of visual tokens
         if self.budget == "auto":
             self.limits([1])  # a model that the GPU cannot hold is refused here, not in the first call

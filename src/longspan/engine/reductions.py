@@ -2,23 +2,26 @@
 
 Gradients are summed once a call, after its last micro-step, or after each one. Once saves a reduce-scatter of all weights a
 micro-step; until then a rank holds whole gradients in master precision. Weights stay gathered from a layer's forward to its
-backward, or are gathered twice. Either is done where the memory model says that it fits beside the largest micro-step. A CPU has
-no limit that is known: sums once, gathers twice.
+backward, or are gathered twice. Either is done where the memory model says that it fits beside the largest micro-step, on the fullest
+device of all ranks. A CPU has no limit that is known: sums once, gathers twice.
 """
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from longspan.data import Plan, Row, row_tokens
 from longspan.data.memory import CONTEXT_GIB, GIB, ROOM, MemoryModel
 from longspan.data.stage_memory import StageMemory
-from longspan.engine.backend import MicroStep
+from longspan.engine.backend import Backend, MicroStep
 from longspan.engine.batch import Batch
+from longspan.engine.memory import used_gib
 from longspan.engine.planning import SHARES, Planner
 
-__all__ = ["Reductions", "Traffic", "marked"]
+__all__ = ["Reductions", "Room", "Traffic", "marked"]
 
 log = logging.getLogger("longspan.plan")
 
@@ -34,38 +37,63 @@ class Traffic:
         return {"plan/reductions": float(self.sums), "plan/gathers": float(self.gathers)}
 
 
-class Reductions:
-    """Decides for each call of one engine. whole_bytes: of gradients that may wait, and of gathered layers, as a rank holds them."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """GiB on one rank's device, of a call; all 0 but `spare` where no limit is known."""
 
-    def __init__(self, planner: Planner, whole_bytes: tuple[int, int]) -> None:
-        self.planner = planner
-        self.gradients_gib, self.weights_gib = (size / GIB for size in whole_bytes)
+    spare: float  # beside the largest micro-step; infinite where no limit is known
+    peak: float = 0.0  # of the largest micro-step
+    others: int = 0  # that others hold there
+    gradients: float = 0.0  # whole ones, if they wait
+    layers: float = 0.0  # if they stay gathered
+
+
+class Reductions:
+    """Decides for each call of one engine, on every rank from what all ranks say of their room."""
+
+    def __init__(self, planner: Planner, backend: Backend, device: torch.device) -> None:
+        self.planner, self.backend, self.device = planner, backend, device
         self._said: set[str] = set()
         self._models: dict[float, MemoryModel | StageMemory] = {}  # by the share of visual tokens
 
-    def traffic(self, batch: Batch, plan: Plan) -> Traffic:
-        steps = len(plan.micro_steps)
-        if not self.gradients_gib:
-            return Traffic(0, 0)
+    def room(self, batch: Batch, plan: Plan) -> Room | None:
+        """This rank's, now; None where nothing is decided. Whatever the device holds beside this engine and a context is others':
+        a second engine, rollouts, another process. In whole GiB, so that it is mostly the same from call to call."""
+        held = self.backend.held()
+        if held is None:
+            return None
         if self.planner.room_gib is None:
+            return Room(math.inf)
+        peak = max(self._peak_gib(batch, row) for rows in plan.micro_steps for row in rows if row.samples)
+        others = max(0, math.ceil(used_gib(self.device) - held.own / GIB - CONTEXT_GIB))
+        spare = ROOM * self.planner.room_gib - CONTEXT_GIB - others - peak
+        return Room(spare, peak, others, held.gradients / GIB, held.layers / GIB)
+
+    def traffic(self, plan: Plan, rooms: Sequence[Room | None]) -> Traffic:
+        """rooms: of every rank, in one order on all of them. The fullest device decides."""
+        steps = len(plan.micro_steps)
+        known = [room for room in rooms if room is not None]
+        if not known:
+            return Traffic(0, 0)
+        room = min(known, key=lambda each: each.spare)
+        if math.isinf(room.spare):
             self._say(
                 "gradients are summed over ranks once a call", "no limit of this device's memory is known", steps > 1
             )
             return Traffic(1, 2)
-        room = ROOM * self.planner.room_gib - CONTEXT_GIB
-        peak = max(self._peak_gib(batch, row) for rows in plan.micro_steps for row in rows if row.samples)
-        beside = f"beside the largest micro-step ({peak:.2f} GiB) in {room:.2f} GiB"
-        waiting = self.gradients_gib if steps > 1 else 0.0
-        once = peak + waiting <= room
+        beside = f"beside the largest micro-step ({room.peak:.2f} GiB) in {room.peak + room.spare:.2f} GiB"
+        beside += f", without {room.others} GiB that others hold there" if room.others else ""
+        waiting = room.gradients if steps > 1 else 0.0
+        once = waiting <= room.spare
         self._say(
             f"gradients are summed over ranks {'once a call' if once else 'after every micro-step'}",
             f"whole ones ({waiting:.2f} GiB) {'fit' if once else 'do not fit'} {beside}",
             steps > 1,
         )
-        stay = peak + (waiting if once else 0.0) + self.weights_gib <= room
+        stay = (waiting if once else 0.0) + room.layers <= room.spare
         self._say(
             f"weights of decoder layers {'stay gathered until' if stay else 'are gathered again for'} backward",
-            f"all of them ({self.weights_gib:.2f} GiB) {'fit' if stay else 'do not fit'} {beside}",
+            f"all of them ({room.layers:.2f} GiB) {'fit' if stay else 'do not fit'} {beside}",
         )
         return Traffic(1 if once else steps, 1 if stay else 2)
 

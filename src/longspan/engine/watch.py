@@ -48,7 +48,7 @@ class Call:
     measured_s: float
     parts: Mapping[str, float]  # modelled work by cause, summed over ranks
     layer_s: float  # modelled time of one layer of one micro-step
-    traffic_s: float  # FSDP's traffic of a rank, as if nothing hid it; 0 on one rank
+    traffic_s: float  # FSDP's traffic of a rank at most, as if nothing hid it; 0 on one rank
     before: Signals
     after: Signals
     bubble_share: float = 0.0  # of the modelled time, in which the busiest pipeline rank waits for other stages
@@ -115,8 +115,8 @@ class Watch:
             )
         if slow and call.traffic_s:
             return "traffic", (
-                f"waiting for other ranks: of FSDP's traffic ({call.traffic_s:.2g} s a call) the plan counts little as visible, and "
-                "ranks that start late are not in it. A profile of one call shows where the device is idle"
+                f"waiting for other ranks: of FSDP's traffic (at most {call.traffic_s:.2g} s a call) the plan counts little as visible, "
+                "and ranks that start late are not in it. A profile of one call shows where the device is idle"
             )
         tensor = call.parts.get("tensor", 0.0) / max(sum(call.parts.values()), 1e-30)
         if slow and tensor > WAITING:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.engine import checkpoint
-from longspan.engine.backend import Head, MicroStep, Program
+from longspan.engine.backend import Head, Held, MicroStep, Program
 from longspan.engine.common import (
     check_finite,
     check_lora,
@@ -41,6 +41,7 @@ from longspan.engine.fsdp.waiting import (
     drop_waiting,
     has_waiting,
     keep_gathered,
+    let_go,
     reduce_after,
     settle,
     waiting_units,
@@ -103,29 +104,47 @@ class FSDPBackend:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(public name, parameter) of every trainable parameter; tied weights once."""
+        return ((name, parameter) for name, parameter in self._parameters() if parameter.requires_grad)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(public name, parameter) of every parameter, never a gathered copy of it; tied weights once."""
+        let_go(self.policy)
         for name, parameter in self.policy.named_parameters():
-            if parameter.requires_grad:
-                yield public_name(name), parameter
+            yield public_name(name), parameter
 
     def run(self, steps: Iterable[MicroStep], program: Program) -> None:
         for step in steps:
-            if self.host is not None:
-                self.host.begin(step.context.cache)
-            reduce_after(self.waiting, step.reduces)
-            keep_gathered(self.waiting[:-1], step.gathered and program.trains)  # the root always stays gathered
-            explained = explain_out_of_memory(step, trains=program.trains)
-            with explained, self._settled(), torch.set_grad_enabled(program.trains):
+            with self._ready(step, trains=program.trains):
                 loss = self.policy(step, program)
                 if loss.requires_grad:
                     loss.backward()
                 else:
-                    # Without backward FSDP keeps the root gathered, and the next optimizer step would not reach it.
+                    # Without backward FSDP keeps the root gathered.
                     self.policy.reshard()
         assert not (program.trains and has_waiting(self.policy)), "the last micro-step sums all gradients over ranks"
 
-    def whole_bytes(self) -> tuple[int, int]:
-        """Of the gradients that may wait, and of the gathered layers, as a rank would hold them; zeros where none may."""
-        return whole_gradients(self.waiting, self.master), whole_weights(self.waiting[:-1], self.compute)
+    def held(self) -> Held | None:
+        if not self.waiting:
+            return None
+        parameters = [parameter for _, parameter in self._parameters()]
+        tensors = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
+        for optimizer in self.optimizers.values():
+            tensors += [
+                each for slots in optimizer.state.values() for each in slots.values() if isinstance(each, Tensor)
+            ]
+        own = sum(shard.nbytes for shard in map(local, tensors) if shard.device.type == self.mesh.device.type)
+        layers = whole_weights(self.waiting[:-1], self.compute)
+        return Held(whole_gradients(self.waiting, self.master), layers, own)
+
+    @contextmanager
+    def _ready(self, step: MicroStep, *, trains: bool) -> Iterator[None]:
+        """Inside, the policy runs on this micro-step. Without backward, layers do not stay gathered after their forward."""
+        if self.host is not None:
+            self.host.begin(step.context.cache)
+        reduce_after(self.waiting, step.reduces)
+        keep_gathered(self.waiting[:-1], step.gathered and trains)  # the root always stays gathered
+        with explain_out_of_memory(step, trains=trains), self._settled(), torch.set_grad_enabled(trains):
+            yield
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
@@ -138,9 +157,7 @@ class FSDPBackend:
     @contextmanager
     def opened(self, step: MicroStep) -> Iterator[tuple[Tensor, Head]]:
         seen = _Seen()
-        if self.host is not None:
-            self.host.begin(step.context.cache)
-        with explain_out_of_memory(step, trains=False), self._settled(), torch.no_grad():
+        with self._ready(step, trains=False):
             self.policy(step, seen)
         assert seen.pair is not None, "the policy runs the program it is given"
         try:
@@ -186,11 +203,11 @@ class FSDPBackend:
 
     def clear_gradients(self) -> None:
         drop_waiting(self.policy)
-        for parameter in self.policy.parameters():
+        for _, parameter in self._parameters():
             parameter.grad = None
 
     def has_gradients(self) -> bool:
-        return has_waiting(self.policy) or any(parameter.grad is not None for parameter in self.policy.parameters())
+        return has_waiting(self.policy) or any(parameter.grad is not None for _, parameter in self._parameters())
 
     def gradients(self) -> dict[str, Tensor]:
         found = {}
@@ -200,7 +217,7 @@ class FSDPBackend:
         return found
 
     def weights(self) -> dict[str, Tensor]:
-        return {public_name(name): full(parameter.detach()) for name, parameter in self.policy.named_parameters()}
+        return {name: full(parameter.detach()) for name, parameter in self._parameters()}
 
     def save(self, folder: Path) -> None:
         with self._moments():
@@ -230,11 +247,11 @@ class FSDPBackend:
             yield
 
     def _shapes(self) -> dict[str, list[int]]:
-        return {public_name(name): list(p.shape) for name, p in self.policy.named_parameters()}
+        return {name: list(parameter.shape) for name, parameter in self._parameters()}
 
     def _state(self) -> dict[str, Tensor]:
         """Flat {key: tensor} of everything saved: weights, and moments where there are any."""
-        names = {parameter: public_name(name) for name, parameter in self.policy.named_parameters()}
+        names = {parameter: name for name, parameter in self._parameters()}
         state = {f"weights/{name}": parameter.detach() for parameter, name in names.items()}
         for optimizer in self.optimizers.values():
             for parameter, slots in optimizer.state.items():
@@ -247,7 +264,7 @@ class FSDPBackend:
         """An optimizer with zero state of the right shapes, for the checkpoint with these keys to fill."""
         parameters = self._stepped(adapter)
         optimizer = self._optimizer(empty_settings(kind), parameters, adapter)
-        names = {parameter: public_name(name) for name, parameter in self.policy.named_parameters()}
+        names = {parameter: name for name, parameter in self._parameters()}
         momentum = any(f"optimizer/{names[parameter]}/momentum_buffer" in keys for parameter in parameters)
         for parameter in parameters:
             slots = zero_slots(kind, parameter, momentum=momentum)

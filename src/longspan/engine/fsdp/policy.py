@@ -2,7 +2,7 @@
 
 The head's matmul happens inside `forward`, where FSDP has gathered the root's parameters (embeddings, final norm, output layer).
 Parameters are cut over the flattened dp x cp axis; gradients are SUMMED there and nothing divides (law 5).
-Gradients of every micro-step land reduced in fp32 shards, so any number of calls adds up.
+Gradients land summed in fp32 shards, after each micro-step or once a call (waiting.py), so any number of calls adds up.
 Source of the two switches: torch.distributed.fsdp FSDPModule.set_gradient_divide_factor, set_force_sum_reduction_for_comms.
 """
 

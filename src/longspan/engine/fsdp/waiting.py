@@ -19,7 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from longspan.engine.fsdp.policy import Policy
 
 __all__ = [
-    "drop_waiting", "has_waiting", "keep_gathered", "reduce_after", "settle", "waiting_units", "whole_gradients", "whole_weights",
+    "drop_waiting", "has_waiting", "keep_gathered", "let_go", "reduce_after", "settle", "waiting_units", "whole_gradients",
+    "whole_weights",
 ]  # fmt: skip
 
 
@@ -50,6 +51,13 @@ def keep_gathered(units: Sequence[FSDPModule], stays: bool) -> None:
     """Whether these units stay gathered after the next forward. Only before a backward, which lets them go."""
     for unit in units:
         unit.set_reshard_after_forward(not stays, recurse=False)
+
+
+def let_go(policy: Policy) -> None:
+    """No unit stays gathered: its parameters are then the shards, which a step moves and a checkpoint holds."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def reduce_after(units: Sequence[FSDPModule], reduces: bool) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from longspan.engine import checkpoint
-from longspan.engine.backend import Head, MicroStep, Program
+from longspan.engine.backend import Head, Held, MicroStep, Program
 from longspan.engine.common import (
     check_finite,
     check_shapes,
@@ -77,6 +77,9 @@ class MegatronBackend:
 
     def opened(self, step: MicroStep) -> AbstractContextManager[tuple[Tensor, Head]]:
         raise UserError("backend='megatron' cannot be a teacher. Build it with backend='fsdp'")
+
+    def held(self) -> Held | None:
+        return None
 
     def _widen(self) -> None:
         """bf16: move the micro-step's gradients into fp32 sums; other dtypes add up in parameter.grad."""
