@@ -13,7 +13,7 @@ first_s: the first call of a way, compilation and tuning included. A kernel with
 16, unit vectors 25) tunes over those with four warps only, for "fla alone" too. The file is written after every way, the
 package's defaults first. fla keeps compiled kernels and tuning in TRITON_CACHE_DIR, TileLang in TILELANG_CACHE_DIR: carry
 both over. Cold, compilation alone, for Hopper on one core of a busy CPU (Triton 3.7.1): 90 kernels in 116 s for the first
-way (with every configuration 166 in 169 s), the scans with states another 24 for the first way with pieces; TileLang's
+way (with every configuration 166 in 169 s), the scans with states about 48 more for the first way with pieces; TileLang's
 kernel 11 to 15 s. Eight other programs beside it and every configuration: 175 s were too short for the first way.
 """
 
