@@ -129,7 +129,8 @@ class Engine:
         normalise, denominator: see objective/weights.py. k calls with parts of a batch add up to one call with all of it.
         teacher: a second engine of the same vocabulary on the same ranks, for losses that read teacher_kl ("distill_full").
         Raises UserError naming the sample and the rule; then nothing was added. After a call that stops half-way (an image file
-        that is cut off, no memory) only clear_gradients() or load() goes on.
+        that is cut off, no memory) only clear_gradients() or load() goes on; under pp > 1 only after files that cannot be read:
+        after any other failure both refuse, and the run starts anew.
         """
         self._check_whole()
         objective = self._check(samples, objective, teacher)

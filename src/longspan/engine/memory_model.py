@@ -83,7 +83,7 @@ def trained_of(config: EngineConfig, adapter: Adapter) -> Trained:
     """Shares of layers, embeddings and tower that get a gradient, by parameter names."""
     sizes = {name: parameter.numel() for name, parameter in adapter.model.named_parameters()}
     factors = {name for name in sizes if ".lora_" in name}
-    frozen = sizes.keys() - factors if factors else frozen_names(config.freeze, adapter, list(sizes))
+    frozen = sizes.keys() - factors if factors else frozen_names(config.freeze, adapter, _names(config, adapter))
     tower = {name for name in sizes if name.startswith("model.visual.")}
     ends = {name for name in sizes if name.endswith(ENDS)}
 
@@ -92,6 +92,13 @@ def trained_of(config: EngineConfig, adapter: Adapter) -> Trained:
         return sum(sizes[name] for name in names - frozen) / base if base else 0.0
 
     return Trained(share(sizes.keys() - tower - ends), bool(ends - frozen), share(tower))
+
+
+def _names(config: EngineConfig, adapter: Adapter) -> list[str]:
+    """Of all parameters that the backend builds: `freeze` may name heads, and may leave nothing else to train."""
+    names = [name for name, _ in adapter.model.named_parameters()]
+    names += ["value_head.weight", "value_head.bias"] if config.value_head else []
+    return names + ([] if adapter.mtp is None else [f"mtp.{name}" for name, _ in adapter.mtp.named_parameters()])
 
 
 def lora_widths(layer: nn.Module) -> tuple[int, int]:

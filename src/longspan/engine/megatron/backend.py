@@ -37,7 +37,7 @@ from longspan.engine.megatron.build import build_chunks
 from longspan.engine.megatron.copies import check_copies, spread_first
 from longspan.engine.megatron.groups import make_groups
 from longspan.engine.megatron.model import Stage
-from longspan.engine.megatron.pipeline import connect, run_pipeline
+from longspan.engine.megatron.pipeline import UpToError, connect, run_pipeline
 from longspan.engine.megatron.weights import Entry, Part, gather, gather_within, join, local, split, take, take_within
 from longspan.engine.megatron.zero import own_slice, sum_into_slice, whole_from_slices
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, make_optimizer
@@ -67,13 +67,26 @@ class MegatronBackend:
         self.slices = {name: own_slice(self.masters[name], self._repeats(entry)) for name, entry in self.trainable()}
         self.optimizers: dict[str | None, torch.optim.Optimizer] = {}  # one an adapter; None: what is in none
         self.touched: set[str | None] = set()  # whose gradients wait for a step
+        self.stranded = False  # a call ended with tensors between two stages
 
     def run(self, steps: Iterable[MicroStep], program: Program) -> None:
+        self._check_links()
+        made = UpToError(list(steps) if self.shape.vpp > 1 else steps)  # interleaved: none starts if one cannot be made
         if program.trains:
             self.touched = set(self.lora) or {None}
-        run_pipeline(self.chunks, self.groups, steps, program, after_backward=self._widen)
+        self.stranded = self.groups.pp.size > 1
+        run_pipeline(self.chunks, self.groups, made, program, after_backward=self._widen)
+        self.stranded = False
+        made.check()
         if self.groups.pp.size > 1:
             self._share(program)
+
+    def _check_links(self) -> None:
+        if self.stranded:
+            raise UserError(
+                f"a call before failed half-way through the pipeline (pp={self.groups.pp.size}): its tensors between two stages would "
+                "be taken for those of the next call. Start the run anew from its last checkpoint"
+            )
 
     def opened(self, step: MicroStep) -> AbstractContextManager[tuple[Tensor, Head]]:
         raise UserError("backend='megatron' cannot be a teacher. Build it with backend='fsdp'")
@@ -253,6 +266,8 @@ class MegatronBackend:
                 parameter.data.copy_(self.masters[name])
 
     def clear_gradients(self) -> None:
+        """Raises UserError after a call that failed on its way between stages: no call can follow it."""
+        self._check_links()
         self.touched.clear()
         self._clear(self.parameters)
 
@@ -274,6 +289,7 @@ class MegatronBackend:
             (folder / "backend.json").write_text(json.dumps({"optimizers": kinds, "shapes": self.built.shapes}))
 
     def load(self, folder: Path, optimizer: bool) -> None:
+        self._check_links()
         saved = json.loads((folder / "backend.json").read_text())
         shapes = {name: list(shape) for name, shape in self.built.shapes.items()}
         check_shapes(folder, saved["shapes"], shapes)

@@ -9,7 +9,7 @@ shapes or a handshake; here both sides know each micro-step's rows from the shar
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +21,33 @@ from longspan.engine.megatron.groups import Groups
 from longspan.engine.megatron.model import Stage
 from longspan.engine.megatron.schedule import Move, receives_ahead, schedule
 from longspan.engine.memory import explain_out_of_memory
+from longspan.errors import UserError
 from longspan.layout import CPGroup
 
-__all__ = ["connect", "run_pipeline"]
+__all__ = ["UpToError", "connect", "run_pipeline"]
+
+
+class UpToError:
+    """Micro-steps up to the first that cannot be made; `check` raises why.
+
+    Those that have started then go all their way, as the last ones of any call do, so that nothing is left between stages.
+    For a UserError alone, since all ranks raise it at the same micro-step (an image that is cut off). What one rank raises
+    by itself leaves here at once.
+    """
+
+    def __init__(self, steps: Iterable[MicroStep]) -> None:
+        self.steps = steps
+        self.error: UserError | None = None
+
+    def __iter__(self) -> Iterator[MicroStep]:
+        try:
+            yield from self.steps
+        except UserError as error:
+            self.error = error
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 @dataclass(slots=True)
@@ -151,7 +175,8 @@ class Passage:
             alone, group, source = stage.last, links.backwards_in, links.following
         arrival = None
         if not alone:
-            into = torch.empty(stage.shape_between(step), dtype=stage.shape.dtype, device=step.segment.device)
+            with explain_out_of_memory(step, trains=self.program.trains):
+                into = torch.empty(stage.shape_between(step), dtype=stage.shape.dtype, device=step.segment.device)
             arrival = Arrival(into, _started(dist.irecv(into, group.ranks[source], group=group.group)))
         self.posted.append((move, arrival))
 
@@ -164,9 +189,8 @@ class Passage:
                 self._forward(move, move.step, arrival)
             else:
                 self._backward(move, arrival)
-        del arrival
-        if move.step is None:
-            after_backward()
+                del arrival
+                after_backward()
         if (move.step is None) == trains and move.chunk == (0 if trains else len(self.chunks) - 1):
             del self.steps[move.number]
 
