@@ -1,9 +1,11 @@
 """What the pipeline's schedule means for memory and time, against counts and makespans worked out by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from longspan.data import Limits, Plan, Row, make_plan, row_tokens
 from longspan.data.cost import CostModel
@@ -11,7 +13,7 @@ from longspan.data.machine import Machine
 from longspan.data.shape import ModelShape
 from longspan.data.stage_memory import StageMemory
 from longspan.data.stages import Cut, own_weights
-from longspan.engine import pipelines
+from longspan.engine import pipelines, planning
 from longspan.engine.pipelines import cut_of, in_flight, plan_stages, play
 from longspan.layout import Layout, parse_layout
 
@@ -101,6 +103,58 @@ def test_a_pipeline_is_planned_in_more_and_smaller_micro_steps():
     assert played.makespan_s < 0.8 * play(large, lengths, cost, layout).makespan_s
     alone, _ = plan_stages(lengths, limits, model(parse_layout("dp1")), parse_layout("dp1"))
     assert len(alone.micro_steps) == 2, "without a pipeline the budget is filled"
+
+
+def planned_as(monkeypatch, lengths: list[int], limits: Limits) -> list[Plan]:
+    """The plans that a pipeline of four stages tries."""
+    tried = []
+    monkeypatch.setattr(pipelines, "make_plan", lambda *args: tried.append(make_plan(*args)) or tried[-1])
+    plan_stages(lengths, limits, model(parse_layout("pp4")), parse_layout("pp4"))
+    return tried
+
+
+def test_budgets_that_bind_nothing_are_not_tried(monkeypatch):
+    """A budget far above the batch is halved from what the batch fills, one that no sample can go below not at all."""
+    counts = [len(plan.micro_steps) for plan in planned_as(monkeypatch, [1024] * 64, Limits(1, 1, 10**7))]
+    assert counts == [1, 2, 4, 8, 16]
+    assert len(planned_as(monkeypatch, [LENGTH] * 8, Limits(1, 1, LENGTH))) == 1
+    assert len(planned_as(monkeypatch, [LENGTH] * 400, Limits(1, 1, 2 * LENGTH))) == 2
+    assert len(planned_as(monkeypatch, [LENGTH // 4] * 1600, Limits(1, 1, LENGTH))) == 1, "a bubble below 1 %"
+
+
+def test_a_row_over_several_data_ranks_moves_as_one():
+    """8k and 4k, a row of both ranks, 4k and 8k: without the row in the middle each rank has its own sum, with it 8k twice."""
+    layout, lengths = parse_layout("dp2"), [8192, 4096, 8192, 4096, 8192]
+    first, shared, last = (Row((0,), 0, 1), Row((1,), 1, 1)), (Row((2,), 0, 2),), (Row((3,), 0, 1), Row((4,), 1, 1))
+    cost = model(layout)
+    long, short, both = cost(8192, 1), cost(4096, 1), cost(8192, 2)
+    free = play(Plan((first, last), 2), lengths, cost, layout)
+    assert free.makespan_s == pytest.approx(long + short, rel=1e-6)
+    played = play(Plan((first, shared, last), 2), lengths, cost, layout)
+    assert played.makespan_s == pytest.approx(2 * long + both, rel=1e-6)
+    assert sum(played.busy_s) == pytest.approx(2 * (long + short + both), rel=1e-6)
+
+
+def test_a_call_plays_its_plan_once(monkeypatch):
+    """What plan() played is what observe() reports; another plan, as a test or a caller may set, is played itself."""
+    layout, lengths = replace(parse_layout("pp4"), mixer="ulysses", index="contiguous"), [1024] * 64
+    planner = planning.Planner.__new__(planning.Planner)
+    planner.layout, planner.ranks, planner.budget, planner.sizes, planner.room_gib = layout, 1, 32768, None, None
+    planner.model = model(layout)
+    batch = SimpleNamespace(lengths=lengths, media_tokens=[()] * 64, tensors=[{"needed": torch.ones(1024)}] * 64)
+    plan, cost = planner.plan(batch), planner._cost(batch)
+    wanted = play(plan, lengths, cost, layout)
+    played = []
+    monkeypatch.setattr(planning, "play", lambda *args, **media: played.append(args[0]) or play(*args, **media))
+    assert planner._played(batch, plan, cost) == wanted and played == []
+    other = steps(64)
+    assert planner._played(batch, other, cost) == play(other, lengths, cost, layout) and played == [other]
+
+
+def test_costs_of_a_table_are_those_one_by_one():
+    cost, lengths = CostModel(SHAPE, EVEN, 8, index="zigzag"), [4096, 512, 4096]
+    table = planning._tabled(cost, lengths, (1, 2))
+    assert all(table(length, size) == cost(length, size) for length in lengths for size in (1, 2))
 
 
 def test_tensor_parallelism_cuts_the_layers_and_not_the_head():

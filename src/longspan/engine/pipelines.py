@@ -21,7 +21,9 @@ from longspan.layout import Layout
 __all__ = ["Played", "cut_of", "in_flight", "play", "plan_stages", "slowest_stage"]
 
 ROUNDS = 4  # of pp micro-steps: more do not raise what is in flight
-SPLITS = 4  # times that a budget is halved in search of more, smaller micro-steps
+SPLITS = 4  # times that the fullest row is halved in search of more, smaller micro-steps
+NEAR = 0.95  # of the fullest row: a budget above it makes much the same plan
+SMALL = 0.01  # a bubble that more micro-steps could not repay
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,24 @@ def plan_stages(
     stage = slowest_stage(cost, lengths, limits.all_sizes[-1])
     longest = row_tokens([max(lengths)], max(limits.all_sizes), limits.index, multiple=limits.multiple)
     found: list[tuple[Plan, Played]] = []
-    for halved in range(SPLITS + 1 if layout.pp > 1 else 1):
-        budget = limits.budget if halved == 0 else max(longest, limits.budget >> halved)
+    budget = limits.budget
+    for _ in range(SPLITS + 1 if layout.pp > 1 else 1):
         plan = make_plan(lengths, replace(limits, budget=budget), stage)
         found.append((plan, play(plan, lengths, cost, layout, media=media)))
-        if budget <= longest:
+        fullest = _fullest(plan, lengths, limits)  # a budget above it binds nothing
+        budget = max(longest, fullest // 2)
+        if budget > NEAR * fullest or found[-1][1].bubble_share < SMALL:
             break
     return min(found, key=lambda pair: pair[1].makespan_s)
+
+
+def _fullest(plan: Plan, lengths: Sequence[int], limits: Limits) -> int:
+    """Tokens a rank of the fullest row."""
+    return max(
+        row_tokens([lengths[i] for i in row.samples], row.size, limits.index, multiple=limits.multiple)
+        for rows in plan.micro_steps
+        for row in rows
+    )
 
 
 def play(plan: Plan, lengths: Sequence[int], cost: CostModel, layout: Layout, *, media: bool = False) -> Played:
@@ -89,41 +102,32 @@ def play(plan: Plan, lengths: Sequence[int], cost: CostModel, layout: Layout, *,
 
 
 class _Clock:
-    """One play. Times are by data rank; a micro-step's rows are tuples of ranks that move together."""
+    """One play. Times are arrays by data rank; the ranks of a row move together."""
 
     def __init__(self, plan: Plan, lengths: Sequence[int], cost: CostModel, layout: Layout, media: bool) -> None:
         self.pp, self.vpp, self.ranks = layout.pp, layout.vpp, plan.num_ranks
         self.together = layout.ep > 1
         self.meets = media and layout.vpp == 1
-        self.stages, self.steps = cost.stages(), plan.micro_steps
-        sizes, tokens = {row.size for rows in plan.micro_steps for row in rows}, np.asarray(lengths, dtype=np.float64)
-        each = [(number, stage, size) for number, stage in enumerate(self.stages) for size in sorted(sizes)]
-        self.times = {(number, size): stage.times(tokens, size) for number, stage, size in each}
-        self.heads = {(number, size): stage.parts(tokens, size)["head"] * stage.scale for number, stage, size in each}
-        self.seconds = [self._seconds(rows) for rows in plan.micro_steps]
-        self.hops = [max(_tokens(row, lengths) for row in rows) * cost.hop_token_s for rows in plan.micro_steps]
-        self.latency = cost.machine.latency_s
-        self.free = [[0.0] * self.ranks for _ in range(self.pp)]
-        self.busy = [[0.0] * self.ranks for _ in range(self.pp)]
-        self.there: dict[tuple[bool, int, int], list[float]] = {}  # (forward, stage, micro-step) -> end by data rank
+        self.stages, self.count = cost.stages(), len(plan.micro_steps)
+        rows = [row for rows in plan.micro_steps for row in rows]
+        sizes = np.array([row.size for row in rows])
+        owner = np.repeat(np.arange(len(rows)), sizes).reshape(self.count, self.ranks)  # [micro-step, rank] -> row
+        by_row = self._seconds(rows, np.asarray(lengths, dtype=np.float64))
+        self.forward, self.backward = (seconds[:, owner] for seconds in by_row)  # [stage, micro-step, rank]
+        self.rows = owner - owner[:, :1] if sizes.max() > 1 else None  # [micro-step, rank] -> row within it
+        self.hops = (_tokens(rows, lengths)[owner].max(axis=1) * cost.hop_token_s + cost.machine.latency_s).tolist()
+        self.free = [np.zeros(self.ranks)] * self.pp
+        self.there: dict[tuple[bool, int, int], np.ndarray] = {}  # (forward, stage, micro-step) -> end by data rank
 
-    def _seconds(self, rows: Sequence[Row]) -> list[list[tuple[range, float, float]]]:
-        """By stage: (data ranks, forward, backward) of each row. The head forms its gradients in its forward."""
-        found = []
-        for number, stage in enumerate(self.stages):
-            again = FORWARDS[stage.recompute]
-            here = []
-            for row in rows:
-                samples = list(row.samples)
-                total = float(self.times[number, row.size][samples].sum()) + stage.step_s
-                head = float(self.heads[number, row.size][samples].sum())
-                forward = head + (total - head) / again
-                here.append((range(row.start, row.start + row.size), forward, total - forward))
-            found.append(here)
-        return found
+    def _seconds(self, rows: Sequence[Row], tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward, each [stage, row]; stages between the first and the last are alike."""
+        ends = {(stage.first, stage.last): stage for stage in self.stages}
+        known = {end: _row_seconds(stage, rows, tokens) for end, stage in ends.items()}
+        forward, backward = zip(*(known[stage.first, stage.last] for stage in self.stages), strict=True)
+        return np.stack(forward), np.stack(backward)
 
     def run(self) -> Played:
-        waiting = [moves_of(len(self.steps), rank, self.pp, self.vpp) for rank in range(self.pp)]
+        waiting = [moves_of(self.count, rank, self.pp, self.vpp) for rank in range(self.pp)]
         places = [0] * self.pp
         while any(place < len(moves) for place, moves in zip(places, waiting, strict=True)):
             moved = False
@@ -133,16 +137,13 @@ class _Clock:
                     places[rank] += 1
                     moved = True
             assert moved, "the schedule of megatron/schedule.py never stops"
-        busy = tuple(sum(clock) for clock in self.busy)
-        makespan = max(max(clock) for clock in self.free)
-        return Played(makespan, busy, self._alone())
-
-    def _alone(self) -> float:
-        """The busiest pipeline rank by itself: its moves one after the other, data ranks meeting as they do."""
-        if not self.together:
-            return max(max(clock) for clock in self.busy)
-        slowest = [[max(fore + back for _, fore, back in rows) for rows in stages] for stages in self.seconds]
-        return max(sum(sum(times[rank :: self.pp]) for times in slowest) for rank in range(self.pp))
+        stages = self.forward + self.backward
+        busy = np.stack([stages[rank :: self.pp].sum(axis=(0, 1)) for rank in range(self.pp)])  # [pp, rank]
+        # the busiest pipeline rank by itself: its moves one after the other, data ranks meeting as they do
+        met = stages.max(axis=2).sum(axis=1)
+        alone = max(met[rank :: self.pp].sum() for rank in range(self.pp)) if self.together else busy.max()
+        makespan = max(clock.max() for clock in self.free)
+        return Played(float(makespan), tuple(busy.sum(axis=1).tolist()), float(alone))
 
     def _ready(self, waiting: Sequence[Sequence[Move]], places: Sequence[int], rank: int) -> bool:
         move = waiting[rank][places[rank]]
@@ -159,8 +160,8 @@ class _Clock:
         for moves, place in zip(waiting, places, strict=True):
             if place >= len(moves) or moves[place].step is None or moves[place].number != number:
                 return False
-        last = max(max(clock) for clock in self.free)
-        self.free = [[last] * self.ranks for _ in range(self.pp)]
+        last = max(clock.max() for clock in self.free)
+        self.free = [np.full(self.ranks, last)] * self.pp
         self.there[key] = self.free[0]
         return True
 
@@ -172,22 +173,29 @@ class _Clock:
 
     def _move(self, move: Move, rank: int) -> None:
         stage, forward = move.chunk * self.pp + rank, move.step is not None
-        before = self._needs(move, rank)
-        arrived = self.there[before] if before is not None else None
-        hop = self.hops[move.number] + self.latency
-        clock, ends = self.free[rank], [0.0] * self.ranks
-        rows = [(ranks, fore if forward else back) for ranks, fore, back in self.seconds[move.number][stage]]
-        starts = [
-            max(max(clock[d], arrived[d] + hop if arrived is not None else 0.0) for d in ranks) for ranks, _ in rows
-        ]
-        met = max(starts) + max(took for _, took in rows) if self.together else 0.0
-        for (ranks, took), start in zip(rows, starts, strict=True):
-            for d in ranks:
-                clock[d] = ends[d] = max(start + took, met)
-                self.busy[rank][d] += took
-        self.there[forward, stage, move.number] = ends
+        before, ready = self._needs(move, rank), self.free[rank]
+        if before is not None:
+            ready = np.maximum(ready, self.there[before] + self.hops[move.number])
+        if self.rows is not None:
+            rows = self.rows[move.number]
+            ready = np.maximum.reduceat(ready, np.flatnonzero(np.diff(rows, prepend=-1)))[rows]
+        took = (self.forward if forward else self.backward)[stage, move.number]
+        ends = np.full(self.ranks, ready.max() + took.max()) if self.together else ready + took
+        self.free[rank] = self.there[forward, stage, move.number] = ends
 
 
-def _tokens(row: Row, lengths: Sequence[int]) -> float:
-    """Of a rank of a row, pads left out."""
-    return sum(lengths[i] for i in row.samples) / row.size
+def _row_seconds(stage: CostModel, rows: Sequence[Row], tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward of each row on one stage. The head forms its gradients in its forward."""
+    total, head = np.full(len(rows), stage.step_s), np.zeros(len(rows))
+    for size in sorted({row.size for row in rows}):
+        pairs = [(number, i) for number, row in enumerate(rows) if row.size == size for i in row.samples]
+        owner, samples = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        total += np.bincount(owner, stage.times(tokens[samples], size), len(rows))
+        head += np.bincount(owner, stage.parts(tokens[samples], size)["head"] * stage.scale, len(rows))
+    forward = head + (total - head) / FORWARDS[stage.recompute]
+    return forward, total - forward
+
+
+def _tokens(rows: Sequence[Row], lengths: Sequence[int]) -> np.ndarray:
+    """Of a rank of each row, pads left out."""
+    return np.array([sum(lengths[i] for i in row.samples) / row.size for row in rows])

@@ -5,6 +5,7 @@ The same inputs on every rank give the same plan (law 2). Does not know tensors 
 
 import logging
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -65,6 +66,7 @@ class Planner:
         stage = self.stage if self.layout.pp > 1 else None
         self.watch = Watch(None if self.model is None else self.model.machine.name, mesh.device.type, stage)
         self._before = signals()
+        self._kept: tuple[Plan, Played] | None = None  # the last plan over stages, as it was played
 
     def limits(self, lengths: list[int], visual_share: float = 0.0) -> Limits:
         """ "auto" is what the memory model says of the GPU; on a CPU it grows with the longest sample, so that it always runs.
@@ -84,7 +86,8 @@ class Planner:
         self._before = signals()
         limits, cost = self._limits(batch), self._cost(batch)
         if isinstance(cost, CostModel) and not cost.sharded:
-            return plan_stages(batch.lengths, limits, cost, self.layout, media=_sees(batch))[0]
+            self._kept = plan_stages(batch.lengths, limits, cost, self.layout, media=_sees(batch))
+            return self._kept[0]
         return make_plan(batch.lengths, limits, cost, step_cost=_step_cost(cost))
 
     def observe(self, batch: Batch, plan: Plan, seconds: float) -> dict[str, float]:
@@ -95,7 +98,10 @@ class Planner:
         """
         cost = self._cost(batch)
         played = self._played(batch, plan, cost)
-        bound = lower_bound(batch.lengths, self._limits(batch), self._bottleneck(batch, cost))
+        limits = self._limits(batch)
+        bound = lower_bound(
+            batch.lengths, limits, _tabled(self._bottleneck(batch, cost), batch.lengths, limits.all_sizes)
+        )
         report = {
             "plan/micro_steps": float(len(plan.micro_steps)),
             "plan/predicted_s": self.watch.predicted_s(played.makespan_s),
@@ -116,8 +122,11 @@ class Planner:
     def _played(self, batch: Batch, plan: Plan, cost: Cost) -> Played:
         """The plan on the clock of its backend; without a cost model, stages are taken as one."""
         if isinstance(cost, CostModel) and not cost.sharded:
+            if self._kept is not None and self._kept[0] is plan:
+                return self._kept[1]
             return play(plan, batch.lengths, cost, self.layout, media=_sees(batch))
-        step_cost = _step_cost(cost)
+        step_cost, sizes = _step_cost(cost), {row.size for rows in plan.micro_steps for row in rows}
+        cost = _tabled(cost, batch.lengths, sizes)
         whole = makespan(plan, batch.lengths, cost, step_cost=step_cost)
         rows = [row for rows in plan.micro_steps for row in rows]
         work = sum(row.size * cost(batch.lengths[i], row.size) for row in rows for i in row.samples)
@@ -168,6 +177,16 @@ class Planner:
 def _step_cost(cost: Cost) -> float:
     """Time of a micro-step as such; without a model in default_cost's unit, tokens."""
     return cost.step_s if isinstance(cost, CostModel) else 1024.0
+
+
+def _tabled(cost: Cost, lengths: Sequence[int], sizes: Iterable[int]) -> Cost:
+    """The same cost for these lengths and sizes; a model's is computed all at once (2,048 samples: 2 ms, one by one 60)."""
+    if not isinstance(cost, CostModel):
+        return cost
+    distinct = sorted(set(lengths))
+    tokens = np.array(distinct, dtype=np.float64)
+    table = {size: dict(zip(distinct, cost.times(tokens, size).tolist(), strict=True)) for size in sizes}
+    return lambda length, size: table[size][length]
 
 
 def _sees(batch: Batch) -> bool:
