@@ -52,11 +52,21 @@ def test_parity_refuses_by_name(arguments: list[str], said: str, capsys: pytest.
     assert said in shown.err + shown.out
 
 
-@pytest.mark.parametrize("option", ["--json", "--run.folder"])
-def test_train_refuses_at_start_what_it_could_not_write(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "path", "why"),
+    [
+        ("--json", "/dev/null/x", "/dev/null is no folder"),
+        ("--json", "/nowhere/x.json", "there is no folder /nowhere. Make it first"),
+        ("--run.folder", "/dev/null/x", "it cannot be made a folder"),
+        ("--run.folder", "/proc/x", "it cannot be made a folder"),
+    ],
+)
+def test_train_refuses_at_start_what_it_could_not_write(
+    option: str, path: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = str(Path(__file__).parents[2] / "recipes" / "digits_vl.py")
-    assert cli.main(["train", recipe, option, "/dev/null/x"]) == 2
-    assert "cannot be written, because /dev/null is no folder" in capsys.readouterr().err
+    assert cli.main(["train", recipe, option, path]) == 2
+    assert f"{option.strip('-')}: {path} cannot be written, because {why}" in capsys.readouterr().err
 
 
 def test_a_miss_is_status_1_and_named(

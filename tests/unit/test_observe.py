@@ -18,7 +18,9 @@ from longspan.observe import (
     Phases,
     Progress,
     budget_lines,
+    check_writable,
     keep_until,
+    make_folder,
     provenance,
     read_jsonl,
     write_report,
@@ -110,3 +112,28 @@ def test_report_from_files_alone(tmp_path):
     page = write_report(tmp_path).read_text()
     assert page.count("data:image/png;base64,") == 2 and "&lt;7&gt;" in page and "&lt;b&gt;" in page
     assert "not a git checkout" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_what_cannot_be_written_is_refused_and_what_can_is_left_alone(tmp_path):
+    there, new = tmp_path / "there.json", tmp_path / "new.json"
+    there.write_text("kept")
+    (tmp_path / "link.json").symlink_to(new)
+    for path in (there, new, tmp_path / "link.json"):
+        check_writable("--json", path)
+    assert there.read_text() == "kept" and sorted(tmp_path.iterdir()) == sorted([there, tmp_path / "link.json"])
+    for path, why in (
+        (tmp_path, "it is a folder. Name a file in it"),
+        (there / "x", f"{there} is no folder that this user may write to"),
+        (tmp_path / "no" / "such" / "x.json", f"there is no folder {tmp_path}/no/such. Make it first, or name another"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        with pytest.raises(
+            UserError, match=f"^--json: {re.escape(str(path))} cannot be written, because {re.escape(why)}"
+        ):
+            check_writable("--json", path)
+    make_folder("OUT", tmp_path / "a" / "b")
+    make_folder("OUT", tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    for path in (there / "x", there):
+        with pytest.raises(UserError, match=f"^OUT: {path} cannot be written, because it cannot be made a folder"):
+            make_folder("OUT", path)

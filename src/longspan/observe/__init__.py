@@ -12,7 +12,7 @@ from longspan.observe.phases import Phases
 from longspan.observe.progress import Progress
 from longspan.observe.provenance import provenance
 from longspan.observe.report import write_report
-from longspan.observe.writable import check_writable
+from longspan.observe.writable import check_writable, make_folder
 
 __all__ = [
     "MetricsWriter",
@@ -22,6 +22,7 @@ __all__ = [
     "budget_lines",
     "check_writable",
     "keep_until",
+    "make_folder",
     "peak_gib",
     "provenance",
     "read_jsonl",

@@ -17,7 +17,7 @@ from longspan.engine import Engine, EngineConfig
 from longspan.errors import CheckpointError, UserError
 from longspan.launch import launch
 from longspan.layout import Layout
-from longspan.observe import check_writable
+from longspan.observe import check_writable, make_folder
 
 __all__ = ["main"]
 
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None:
         check_writable("--json", Path(options.json))
     folder, checkpoint = find_checkpoint(Path(options.run))
+    make_folder("OUT", Path(options.out).absolute().parent)
     step = launch(export, str(folder), str(checkpoint), options.out, options.merge, ranks=1, device="cpu")[0]
     print(f"exported {checkpoint} (step {step}) to {options.out}")
     if options.json is not None:

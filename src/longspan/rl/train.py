@@ -33,7 +33,7 @@ import longspan
 from longspan.engine import Engine, EngineConfig
 from longspan.errors import LongspanError, UserError
 from longspan.launch import World, is_rank, launch, world
-from longspan.observe import budget_lines, check_writable, provenance, read_jsonl, write_report
+from longspan.observe import budget_lines, check_writable, make_folder, provenance, read_jsonl, write_report
 from longspan.rl.config import RunConfig
 from longspan.rl.run import Run
 
@@ -110,8 +110,7 @@ def train(recipe: str, overrides: Sequence[str] = (), *, certificate: Certificat
         return run_rank(recipe, list(overrides), certificate)
     disable_progress_bar()
     job = load_job(recipe, overrides)
-    check_writable("run.folder", Path(job.run.folder) / "config.json")
-    job.prepare()
+    prepare(job)
     with _interrupt_stops_ranks():
         return launch(run_rank, recipe, list(overrides), certificate, ranks=job.engine.layout.ranks, timeout_s=WEEK_S)[
             0
@@ -183,6 +182,12 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
     return results
 
 
+def prepare(job: Job) -> None:
+    """Make the run folder, so that a run that could keep nothing is refused, and what the recipe needs."""
+    make_folder("run.folder", Path(job.run.folder))
+    job.prepare()
+
+
 def prepare_once(job: Job, here: World) -> None:
     """Rank 0 prepares; nothing is left to do where `train` did it, under torchrun this is the only call. Collective:
     a failure is raised by every rank."""
@@ -190,7 +195,7 @@ def prepare_once(job: Job, here: World) -> None:
     mine = None
     try:
         if here.rank == 0:
-            job.prepare()
+            prepare(job)
     except LongspanError as error:
         mine = str(error)
     dist.all_gather_object(failures, mine)
