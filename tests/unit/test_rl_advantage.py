@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +47,24 @@ def test_bad_rewards_are_named():
         grpo([0.0, float("nan")], ["a", "b"])
     with pytest.raises(UserError, match="2 rewards and 1 groups"):
         grpo([0.0, 1.0], ["a"])
+
+
+@pytest.mark.parametrize("rule", [grpo, rloo, grpo_unscaled])
+@pytest.mark.parametrize("made", [np.array, torch.tensor, lambda rows: torch.tensor(rows, dtype=torch.float64), tuple])
+def test_rewards_in_any_row_of_numbers(rule, made):
+    """All rewards here are exact in fp32."""
+    assert rule(made(REWARDS), GROUPS) == rule(REWARDS, GROUPS)
+    rows = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert rule(made(REWARDS[:12]), np.array(rows)) == rule(REWARDS[:12], rows)
+
+
+def test_rewards_that_are_no_row_are_named():
+    with pytest.raises(UserError, match=r"rewards of shape \[2, 1\] are not one number a row"):
+        grpo(torch.zeros(2, 1), ["a", "a"])
+    with pytest.raises(UserError, match=r"groups=tensor.* must be an array or a sequence"):
+        grpo([0.0, 1.0], torch.zeros(2))
+    with pytest.raises(UserError, match=r"row 1 .group 'b'. is inf"):
+        rloo(torch.tensor([0.0, math.inf]), ["a", "b"])
 
 
 def plain_gae(rewards, values, gamma, lam):

@@ -2,6 +2,7 @@
 L7, L10).
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,8 @@ def test_l6_l7_l10_mask_comes_from_recorded_lengths():
 def test_exact_match_needs_the_end_token():
     assert exact_match((7, EOS), (7, EOS)) == 1.0
     assert exact_match((7,), (7, EOS)) == exact_match((7, 7), (7, EOS)) == 0.0
+    assert exact_match(torch.tensor([7, EOS]), np.array([7, EOS])) == 1.0
+    assert exact_match(torch.tensor([7, 7]), [7, EOS]) == 0.0
 
 
 def test_gap_percentiles():

@@ -132,13 +132,13 @@ TABLE = {
     ),
     longspan.expand: ({"sample": Sample(**SAMPLE), "model": "tiny:qwen3_vl"}, ("sample", SAMPLE, "must be a Sample")),
     EpochOrder: ({"size": 3, "seed": 0}, ("size", "3", "size='3' must be a whole number")),
-    grpo_advantage: ({"rewards": [0.0, 1.0], "groups": ["a", "a"]}, ("rewards", 1.0, "rewards=1.0 must be a sequence")),
+    grpo_advantage: ({"rewards": [0.0, 1.0], "groups": ["a", "a"]}, ("rewards", 1.0, "rewards=1.0 must be a tensor, an array or a sequence")),
     gae: (
         {**{name: torch.ones(2) for name in ("rewards", "values", "mask")}, "gamma": 1.0, "lam": 0.9},
         ("rewards", [0.0, 1.0], "rewards=[0.0, 1.0] must be a tensor"),
         ("lam", None, "lam=None must be a number"),
     ),
-    exact_match: ({"response": [1], "answer": [1]}, ("answer", None, "answer=None must be a sequence")),
+    exact_match: ({"response": [1], "answer": [1]}, ("answer", None, "answer=None must be a tensor, an array or a sequence")),
     parse_layout: ({"name": "cp2"}, ("name", Layout(), "must be a string")),
     check_samples: (
         {"samples": [Sample(**SAMPLE)], "vocab_size": 9},

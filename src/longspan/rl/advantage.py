@@ -8,6 +8,7 @@ on the row with the masked tokens cut out.
 
 from collections.abc import Callable, Hashable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +17,12 @@ from longspan.typed import typed
 
 __all__ = ["ADVANTAGES", "gae", "group_members", "grpo", "grpo_unscaled", "rloo"]
 
+Rewards = Tensor | np.ndarray | Sequence[float]  # [rows]
+Groups = np.ndarray | Sequence[Hashable | None]  # [rows]; a tensor's items are equal to none but themselves
 STD_EPS = 1e-4  # added to the standard deviation, as DeepSeekMath's GRPO and trl do
 
 
-def group_members(groups: Sequence[Hashable | None]) -> list[list[int]]:
+def group_members(groups: Groups) -> list[list[int]]:
     """Row numbers of each group, in order of first appearance; a row without a group (None) is a group of its own."""
     members: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
@@ -28,33 +31,33 @@ def group_members(groups: Sequence[Hashable | None]) -> list[list[int]]:
 
 
 @typed
-def grpo(rewards: Sequence[float], groups: Sequence[Hashable | None]) -> list[float]:
+def grpo(rewards: Rewards, groups: Groups) -> list[float]:
     """(r - mean) / (std + 1e-4) within each group, with the sample standard deviation (n - 1)."""
     return _by_group(rewards, groups, lambda r: (r - r.mean()) / (r.std() + STD_EPS))
 
 
 @typed
-def grpo_unscaled(rewards: Sequence[float], groups: Sequence[Hashable | None]) -> list[float]:
+def grpo_unscaled(rewards: Rewards, groups: Groups) -> list[float]:
     """r - mean within each group (Dr. GRPO, Liu et al. 2025: no division by the standard deviation)."""
     return _by_group(rewards, groups, lambda r: r - r.mean())
 
 
 @typed
-def rloo(rewards: Sequence[float], groups: Sequence[Hashable | None]) -> list[float]:
+def rloo(rewards: Rewards, groups: Groups) -> list[float]:
     """r minus the mean of the others of its group (Ahmadian et al. 2024)."""
     return _by_group(rewards, groups, lambda r: r - (r.sum() - r) / (len(r) - 1))
 
 
-def _by_group(
-    rewards: Sequence[float], groups: Sequence[Hashable | None], rule: Callable[[Tensor], Tensor]
-) -> list[float]:
+def _by_group(rewards: Rewards, groups: Groups, rule: Callable[[Tensor], Tensor]) -> list[float]:
     if len(rewards) != len(groups):
         raise UserError(f"{len(rewards)} rewards and {len(groups)} groups: give one group id (or None) for each reward")
-    values = torch.tensor(rewards, dtype=torch.float64)
+    values = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").detach()
+    if values.ndim != 1:
+        raise UserError(f"rewards of shape {list(values.shape)} are not one number a row. Give one dimension")
     if not bool(torch.isfinite(values).all()):
         row = int((~torch.isfinite(values)).nonzero()[0])
         raise UserError(
-            f"the reward of row {row} (group {groups[row]!r}) is {rewards[row]}: drop a rollout whose reward failed"
+            f"the reward of row {row} (group {groups[row]!r}) is {values[row].item()}: drop a rollout whose reward failed"
         )
     advantages = torch.zeros_like(values)
     for rows in group_members(groups):
@@ -63,7 +66,7 @@ def _by_group(
     return advantages.tolist()
 
 
-ADVANTAGES: dict[str, Callable[[Sequence[float], Sequence[Hashable | None]], list[float]]] = {
+ADVANTAGES: dict[str, Callable[[Rewards, Groups], list[float]]] = {
     "grpo": grpo,
     "grpo_unscaled": grpo_unscaled,
     "rloo": rloo,
