@@ -125,6 +125,7 @@ def test_no_layout_helps_where_one_layer_does_not_fit(tmp_path, capsys):
         (["--lengths", "9", "--gpus", "0"], "gpus=0"),
         (["--lengths", "9", "--gpu-memory-gib", "-1"], "gpu_memory_gib=-1"),
         (["--lengths", "9x"], "is not a positive number"),
+        (["--lengths", "\u00b2"], "'\u00b2' is not a positive number"),
         (["--lengths", "9", "--machine", "h9000"], "Shipped: ['h200']"),
         (["--lengths", "9", "--visual-share", "2"], "visual_share=2.0 is not in 0..1"),
         (["--lengths", "9", "--picture", "plan.gif"], "must end in .png or .html"),
@@ -138,7 +139,17 @@ def test_no_layout_helps_where_one_layer_does_not_fit(tmp_path, capsys):
         ),
         (["--lengths", "9", "--layouts", "pp3"], "pp * vpp=3 must divide the model's 2 layers. Use pp * vpp in (1, 2)"),
         (["--lengths", "9", "--layouts", "tp4"], "tp=4 must divide the model's 2 KV heads. Use tp in (1, 2)"),
-        (["--lengths", "9", "--freeze", "head"], "name some of vision, embeddings, layers"),
+        (
+            ["--lengths", "9", "--freeze", "head"],
+            "freeze='head' names what this model has not: name some of embeddings, layers",
+        ),
+        (["--lengths", "9", "--freeze", "vision"], "freeze='vision' names what this model has not"),
+        (["--lengths", "9", "--freeze", "layers,embeddings"], "freeze='layers,embeddings' leaves nothing to train"),
+        (
+            ["--model", "tiny:qwen3_vl", "--lengths", "9", "--freeze", "layers,embeddings,vision"],
+            "leaves nothing to train",
+        ),
+        (["--lengths", "9", "--backend", "megatron", "--compile"], "compile=True is not built for backend='megatron'"),
         (["--lengths", "9", "--max-tokens-per-rank", "0"], "max_tokens_per_rank=0 must be a positive number"),
         (["--model", "tiny:gemma3", "--lengths", "9", "--layouts", "tp2"], "no weight table for Gemma3ForCausalLM"),
         (
@@ -147,6 +158,11 @@ def test_no_layout_helps_where_one_layer_does_not_fit(tmp_path, capsys):
         ),
         (["--lengths", "9", "--json", "/tmp"], "--json: /tmp cannot be written, because it is a folder"),
         (["--lengths", "9", "--picture", "/dev/null/x.png"], "--picture: /dev/null/x.png cannot be written"),
+        (
+            ["--lengths", "9", "--picture", "/nowhere/x.png"],
+            "cannot be written, because there is no folder /nowhere. Make it",
+        ),
+        (["--lengths", "9", "--json", "/proc/x.json"], "because /proc is no folder that this user may write to"),
     ],
 )
 def test_contradictory_settings_are_refused(capsys, arguments, words):
@@ -177,12 +193,15 @@ def test_histograms(tmp_path):
 )
 def test_a_report_that_cannot_be_written_is_refused_before_any_work(command, capsys):
     started = time.perf_counter()
-    assert main([*command, "--json", "/dev/null/x"]) == 2
-    said = capsys.readouterr().err.strip()
-    assert said.endswith(
-        "--json: /dev/null/x cannot be written, because /dev/null is no folder that this user may write to"
-    )
-    assert len(said.splitlines()) == 1 and time.perf_counter() - started < 20
+    for path, why in (
+        ("/dev/null/x", "/dev/null is no folder that this user may write to"),
+        ("/nowhere/at/all/x", "there is no folder /nowhere/at/all. Make it first, or name another"),
+    ):
+        assert main([*command, "--json", path]) == 2
+        said = capsys.readouterr().err.strip()
+        assert said.endswith(f"--json: {path} cannot be written, because {why}")
+        assert len(said.splitlines()) == 1
+    assert time.perf_counter() - started < 20
 
 
 def test_a_file_that_is_not_utf8_is_one_line_and_status_2(tmp_path, capsys):
@@ -258,3 +277,45 @@ def test_settings_of_a_run_are_planned_as_they_are(tmp_path):
     )
     assert held["recompute"] == "full" and held["max_tokens_per_rank"] == 16384 <= held["room_tokens_per_rank"]
     assert held["stages"][0]["memory_gib"]["gradients"] < free["stages"][0]["memory_gib"]["gradients"]
+
+
+def test_any_backend_leaves_out_what_megatron_refuses(tmp_path, capsys):
+    """A family without a weight table there, and compile=True; layouts that only megatron runs are refused outright."""
+    out = tmp_path / "plan.json"
+    command = ["plan", "--lengths", "900x8", "--gpus", "4", "--backend", "any", "--json", str(out)]
+    for flags, why in (
+        (["--model", "tiny:gpt_oss"], "backend='megatron' has no weight table for GptOssForCausalLM"),
+        (["--model", "tiny:qwen3", "--compile"], "compile=True is not built for backend='megatron'"),
+        (["--model", "tiny:qwen3"], None),
+    ):
+        assert main([*command, *flags]) == 0
+        report = json.loads(out.read_text())
+        ranked = [report["backend"], *(each["name"] for each in report["alternatives"])]
+        assert any("megatron" in name for name in ranked) == (why is None)
+        said = [sentence for sentence in report["why"] if "left out" in sentence]
+        assert said == [] if why is None else said[0].startswith(f"megatron's layouts are left out: {why}")
+    assert main([*command, "--model", "tiny:gpt_oss", "--layouts", "tp4"]) == 2
+    assert "no weight table for GptOss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--gpus", "4"], ["--layouts", "dp2-cp2"]], ids=["search", "named"])
+def test_a_small_budget_is_refused_as_such_and_the_named_one_works(capsys, flags):
+    command = ["plan", "--model", "tiny:qwen3", "--lengths", "90000,700", *flags, "--max-tokens-per-rank"]
+    assert main([*command, "100"]) == 2
+    message = capsys.readouterr().err
+    assert "max_tokens_per_rank=100 holds no row with the longest sample (90000 tokens)" in message
+    assert "GiB" not in message
+    least = int(message.split("from max_tokens_per_rank=")[1].split()[0])
+    assert main([*command, str(least - 1)]) == 2 and main([*command, str(least)]) == 0
+
+
+def test_each_refused_layout_has_one_line(capsys):
+    command = ["plan", "--model", "tiny:qwen3", "--lengths", "900"]
+    assert main([*command, "--layouts", "dp2-etp2,dp2-ep2"]) == 2
+    message = capsys.readouterr().err
+    assert "dp2-etp2: ep=1, etp=2 spread experts, and the model has no experts" in message
+    assert message.count("no experts") == 2 and message.count("dp2-etp2") == 1
+    assert main([*command, "--layouts", "tp2-etp2"]) == 2
+    assert "tp2-etp2: etp=2 cuts experts, and the model has no experts" in capsys.readouterr().err
+    assert main(["plan", "--model", "tiny:qwen3_moe", "--lengths", "900", "--layouts", "dp3-ep3"]) == 2
+    assert "dp3-ep3: ep=3 must divide the model's 4 experts" in capsys.readouterr().err

@@ -9,9 +9,10 @@ so that the advice can say what the others would cost.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from longspan.data import Limits, Plan, lower_bound, make_plan, makespan, padded_length, row_tokens
-from longspan.data.cost import CostModel
+from longspan.data.cost import CostModel, Recompute
 from longspan.data.machine import Machine
 from longspan.data.memory import MemoryModel
 from longspan.data.planner import few_sizes
@@ -34,7 +35,7 @@ EAGER = (  # benchmarks/results/megatron_gpu.json
     "fsdp without compile=True does"
 )
 
-Policy = tuple[str, tuple[str, ...]]  # recompute and offload of EngineConfig
+Policy = tuple[Recompute, tuple[str, ...]]  # recompute and offload of EngineConfig
 POLICIES: tuple[Policy, ...] = (("none", ()), ("selective", ()), ("full", ()))
 OFFLOADING: tuple[Policy, ...] = (  # tried where nothing fits the GPUs
     ("selective", ("checkpoints",)),
@@ -59,9 +60,10 @@ class Request:
     visual_share: float = 0.0  # visual tokens, of all
     compile: bool = False
     bytes_per_value: int = 2
-    backend: str = "fsdp"  # "fsdp", "megatron" or "any"
+    backend: Literal["fsdp", "megatron", "any"] = "fsdp"
+    left_out: str = ""  # why megatron's layouts are not searched, where "any" asked for them
     layouts: tuple[Layout, ...] = ()  # only these; tp and pp go to megatron
-    recompute: str | None = None  # only this policy
+    recompute: Recompute | None = None  # only this policy
     most_tokens: int | None = None  # a token budget below what memory allows
     trained: Trained = EVERYTHING
 
@@ -72,9 +74,9 @@ class Candidate:
 
     layout: Layout
     dynamic: bool
-    recompute: str
+    recompute: Recompute
     offload: tuple[str, ...] = ()
-    backend: str = "fsdp"
+    backend: Literal["fsdp", "megatron"] = "fsdp"
     budget: int = 0  # tokens a rank a micro-step
     room: int = 0  # tokens a rank that the memory holds; `budget` is no more than the batch needs
     plan: Plan | None = None
@@ -105,7 +107,7 @@ def advise(request: Request) -> list[Candidate]:
     if found[0].plan is None and request.recompute is None:
         found = sorted([*_evaluated(request, OFFLOADING), *found], key=_order)
     if found[0].plan is None:
-        raise UserError(_refusal(request, found))
+        raise UserError(". ".join(filter(None, (_refusal(request, found), request.left_out))))
     level = [c for c in found if c.makespan_s <= LEVEL * found[0].makespan_s]
     simplest = min(level, key=lambda c: (c.layout.cp, c.dynamic, c.makespan_s))
     return [simplest, *(c for c in found if c is not simplest)]
@@ -195,6 +197,7 @@ def explain(request: Request, found: Sequence[Candidate]) -> list[str]:
     """Why the first candidate and not another: one sentence a choice that was open."""
     best = found[0]
     said = [_why_size(request, best)]
+    said += [request.left_out] if request.left_out else []
     said += [EAGER] if any(c.backend == "megatron" and c.plan for c in found) else []
     if best.layout.cp > 1:
         why = mixer_for(request, replace(best.layout, mixer="auto", index="auto", ulysses=None)).why
@@ -325,10 +328,8 @@ def _resolved(request: Request, blank: Candidate) -> Layout:
         raise UserError(f"layout {layout.name} needs {layout.equation} GPUs, and there are {request.gpus}")
     if blank.backend == "megatron":
         check_cut(shape, layout)
-    elif layout.etp > 1 or (shape.experts and shape.experts % layout.ep):
-        raise UserError(
-            f"ep={layout.ep}, etp={layout.etp}: backend='fsdp' runs etp=1 and an ep that divides the model's {shape.experts} experts"
-        )
+    else:
+        _check_spread(shape, layout)
     if not request.layouts:
         return layout
     found = resolve(
@@ -341,6 +342,16 @@ def _resolved(request: Request, blank: Candidate) -> Layout:
     return found if request.recurrent else replace(found, linear="auto")  # no layer that it would say anything of
 
 
+def _check_spread(shape: ModelShape, layout: Layout) -> None:
+    """Raises UserError for experts that backend='fsdp' cannot spread so."""
+    if max(layout.ep, layout.etp) > 1 and not shape.experts:
+        raise UserError(f"ep={layout.ep}, etp={layout.etp} spread experts, and the model has no experts. Set both to 1")
+    if layout.etp > 1:
+        raise UserError(f"etp={layout.etp} needs backend='megatron'; the fsdp backend keeps an expert whole")
+    if shape.experts and shape.experts % layout.ep:
+        raise UserError(f"ep={layout.ep} must divide the model's {shape.experts} experts")
+
+
 def _enough(request: Request, layout: Layout) -> int:
     """Tokens a rank that hold the whole batch at once; a larger budget changes nothing."""
     padded = sum(padded_length(length, layout.cp, layout.index) for length in request.lengths)
@@ -349,10 +360,40 @@ def _enough(request: Request, layout: Layout) -> int:
 
 def _refusal(request: Request, found: Sequence[Candidate]) -> str:
     """What to say when nothing can run."""
+    longest, least = max(request.lengths), _least_budget(request, found)
+    if least is not None and request.most_tokens is not None and least > request.most_tokens:
+        return (
+            f"max_tokens_per_rank={request.most_tokens} holds no row with the longest sample ({longest} tokens), whatever the layout here. "
+            f"The memory holds it: from max_tokens_per_rank={least} on a layout runs; or leave it out"
+        )
     if request.layouts or request.backend == "megatron":
-        said = dict.fromkeys(f"{c.name}: {c.reason.rstrip('.')}" for c in found)
-        return f"no layout can run on {request.gpus} GPUs of {request.memory_gib:g} GiB. " + "; ".join(list(said)[:6])
+        said = [_refused(policies) for policies in _by_layout(found)]
+        return f"no layout can run on {request.gpus} GPUs of {request.memory_gib:g} GiB. " + "; ".join(said[:6])
     return _smallest_change(request, found)
+
+
+def _by_layout(found: Sequence[Candidate]) -> list[list[Candidate]]:
+    """The policies of each layout, the leanest last, as they come."""
+    layouts: dict[tuple[str, bool, str], list[Candidate]] = {}
+    for c in found:
+        layouts.setdefault((c.layout.name, c.dynamic, c.backend), []).append(c)
+    return list(layouts.values())
+
+
+def _refused(policies: Sequence[Candidate]) -> str:
+    """One line of a layout: what all policies say, or the leanest one."""
+    leanest = policies[-1]
+    alike = all(c.reason == leanest.reason for c in policies)
+    return f"{leanest.layout.name if alike else leanest.name}: {leanest.reason.rstrip('.')}"
+
+
+def _least_budget(request: Request, found: Sequence[Candidate]) -> int | None:
+    """Tokens a rank from which on a layout runs the longest sample, were there no most_tokens; None where none does."""
+    if request.most_tokens is None:
+        return None
+    free = replace(request, most_tokens=None, lengths=(max(request.lengths),))
+    policies: list[Policy] = [*dict.fromkeys((c.recompute, c.offload) for c in found)]
+    return min((c.peak_row[0] for c in _evaluated(free, policies) if c.plan is not None), default=None)
 
 
 def _smallest_change(request: Request, found: Sequence[Candidate]) -> str:
@@ -377,5 +418,6 @@ def _smallest_change(request: Request, found: Sequence[Candidate]) -> str:
 def _runs(request: Request) -> bool:
     """Whether the layout that needs least can run: all GPUs on each sample, under the leanest policies."""
     layout = mixer_for(request, Layout(cp=request.gpus)).layout
-    lean = [Candidate(layout, False, recompute, offload) for recompute, offload in (("full", ()), *OFFLOADING)]
+    leanest: list[Policy] = [POLICIES[-1], *OFFLOADING]
+    lean = [Candidate(layout, False, recompute, offload) for recompute, offload in leanest]
     return any(_evaluate(request, candidate).plan is not None for candidate in lean)

@@ -43,9 +43,12 @@ def check_cut(shape: ModelShape, layout: Layout) -> None:
         )
     data = layout.dp * layout.cp
     if data % layout.ep or (shape.experts and shape.experts % layout.ep):
-        raise UserError(f"ep={layout.ep} must divide dp * cp = {data} and the model's {shape.experts} experts")
-    if layout.etp not in ((1, layout.tp) if shape.experts else (1,)):
-        raise UserError(f"etp={layout.etp} must be 1, or with experts tp={layout.tp}")
+        spread = f"and the model's {shape.experts} experts" if shape.experts else "(the model has no experts: set ep=1)"
+        raise UserError(f"ep={layout.ep} must divide dp * cp = {data} {spread}")
+    if layout.etp > 1 and not shape.experts:
+        raise UserError(f"etp={layout.etp} cuts experts, and the model has no experts. Set etp=1")
+    if layout.etp not in (1, layout.tp):
+        raise UserError(f"etp={layout.etp} must be 1 or tp={layout.tp}")
 
 
 def cut_layouts(shape: ModelShape, gpus: int, node_ranks: int) -> Iterator[Layout]:

@@ -105,8 +105,7 @@ def _request(options: PlanOptions) -> Request:
     config = read_config(options.model).to_dict()
     shape = ModelShape.from_config(config)
     layouts = tuple(parse_layouts(options.layouts).values()) if options.layouts is not None else ()
-    if options.backend == "megatron" or any(layout.tp * layout.pp > 1 for layout in layouts):
-        check_family(config.get("architectures"))
+    backend, left_out = _backend(options, config, layouts)
     most = options.max_tokens_per_rank
     if most is not None and most < 1:
         raise UserError(f"max_tokens_per_rank={most} must be a positive number of tokens")
@@ -121,15 +120,36 @@ def _request(options: PlanOptions) -> Request:
         trained_share=options.trained_share,
         visual_share=options.visual_share,
         compile=options.compile,
-        backend=options.backend,
+        backend=backend,
+        left_out=left_out,
         layouts=layouts,
         recompute=options.recompute,
         most_tokens=most,
-        trained=_trained(options.freeze),
+        trained=_trained(options.freeze, shape),
     )
     if request.gpus < 1 or not 0 < request.memory_gib < float("inf"):
         raise UserError(f"gpus={request.gpus} and gpu_memory_gib={request.memory_gib:g} must be above 0 and finite")
     return request
+
+
+def _backend(
+    options: PlanOptions, config: dict[str, Any], layouts: Sequence[Layout]
+) -> tuple[Literal["fsdp", "megatron", "any"], str]:
+    """Whose layouts are searched, and why megatron's are not where "any" asked for them."""
+    cut = any(layout.tp * layout.pp > 1 for layout in layouts)
+    if options.backend == "fsdp" and not cut:
+        return "fsdp", ""
+    try:
+        check_family(config.get("architectures"))
+        if options.compile:
+            raise UserError(
+                "compile=True is not built for backend='megatron'. Leave --compile out, or use backend='fsdp'"
+            )
+    except UserError as error:
+        if options.backend == "megatron" or cut:
+            raise
+        return "fsdp", f"megatron's layouts are left out: {error}"
+    return options.backend, ""
 
 
 def _gpus(options: PlanOptions, layouts: Sequence[Layout]) -> int:
@@ -144,11 +164,12 @@ def _gpus(options: PlanOptions, layouts: Sequence[Layout]) -> int:
     return ranks[0] if ranks else max(1, torch.cuda.device_count())
 
 
-def _trained(freeze: str) -> Trained:
+def _trained(freeze: str, shape: ModelShape) -> Trained:
+    known = [part for part in FREEZE if part != "vision" or shape.vision is not None]
     parts = [part.strip() for part in freeze.split(",") if part.strip()]
-    unknown = sorted(set(parts) - set(FREEZE))
-    if unknown or set(parts) == set(FREEZE):
-        raise UserError(f"freeze={freeze!r}: name some of {', '.join(FREEZE)}, and leave one to train")
+    if not set(parts) < set(known):
+        wrong = "leaves nothing to train" if set(parts) == set(known) else "names what this model has not"
+        raise UserError(f"freeze={freeze!r} {wrong}: name some of {', '.join(known)}, and leave one to train")
     return Trained(float("layers" not in parts), "embeddings" not in parts, float("vision" not in parts))
 
 
@@ -199,7 +220,7 @@ def read_histogram(path: Path) -> tuple[int, ...]:
 
 
 def _positive(word: str, text: str) -> int:
-    if not word.strip().isdigit() or int(word) < 1:
+    if not word.strip().isdecimal() or int(word) < 1:
         raise UserError(
             f"lengths {text!r}: {word!r} is not a positive number. Write for example 2000x63,65536 or 4000/64000"
         )
