@@ -45,14 +45,15 @@ def measure(number: int, smoke: bool, repeats: int) -> list[dict[str, Any]]:
     known["chosen"] = (
         f"{'once' if told['plan/reductions'] == 1 else 'each'}, {'once' if told['plan/gathers'] == 1 else 'twice'}"
     )
-    known |= {"gradients_gib": engine.reductions.gradients_gib, "weights_gib": engine.reductions.weights_gib}
+    held = engine.backend.held()
+    known |= {"gradients_gib": held.gradients / 2**30, "weights_gib": held.layers / 2**30}
     found: dict[str, dict[str, Any]] = {choice: {"ms": [], "peak_gib": 0.0} for choice in CHOICES}
     for repeat in range(repeats + 1):
         for place in range(len(CHOICES)):
             choice = list(CHOICES)[(place + repeat) % len(CHOICES)]
             sums, gathers = CHOICES[choice]
             made = Traffic(sums or steps, gathers)
-            engine.reductions.traffic = lambda batch, plan, made=made: made
+            engine.reductions.traffic = lambda plan, rooms, made=made: made
             engine.clear_gradients()
             gc.collect()
             if on_gpu:
