@@ -12,6 +12,7 @@ SCRIPTS = [
     ("attention", []),
     ("head", []),
     ("mixers", ["--only", "64k mix"]),
+    ("deltanet", ["--only", "64k row", "heads"]),
     ("step", ["--only", "cp/64k mix"]),
     ("memory", ["--only", "table/cp1/full/16"]),
     ("memory_model", ["--only", "0.6b/32k"]),
