@@ -57,8 +57,8 @@ def test_parity_refuses_by_name(arguments: list[str], said: str, capsys: pytest.
     [
         ("--json", "/dev/null/x", "/dev/null is no folder"),
         ("--json", "/nowhere/x.json", "there is no folder /nowhere. Make it first"),
-        ("--run.folder", "/dev/null/x", "it cannot be made a folder"),
-        ("--run.folder", "/proc/x", "it cannot be made a folder"),
+        ("--run.folder", "/dev/null/x", "/dev/null is no folder"),
+        ("--run.folder", "/proc/x", "/proc is no folder"),
     ],
 )
 def test_train_refuses_at_start_what_it_could_not_write(

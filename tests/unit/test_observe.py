@@ -18,9 +18,9 @@ from longspan.observe import (
     Phases,
     Progress,
     budget_lines,
+    check_makeable,
     check_writable,
     keep_until,
-    make_folder,
     provenance,
     read_jsonl,
     write_report,
@@ -131,9 +131,9 @@ def test_what_cannot_be_written_is_refused_and_what_can_is_left_alone(tmp_path):
             UserError, match=f"^--json: {re.escape(str(path))} cannot be written, because {re.escape(why)}"
         ):
             check_writable("--json", path)
-    make_folder("OUT", tmp_path / "a" / "b")
-    make_folder("OUT", tmp_path / "a" / "b")
-    assert list((tmp_path / "a" / "b").iterdir()) == []
-    for path in (there / "x", there):
-        with pytest.raises(UserError, match=f"^OUT: {path} cannot be written, because it cannot be made a folder"):
-            make_folder("OUT", path)
+    check_makeable("OUT", tmp_path)
+    check_makeable("OUT", tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+    for path in (there / "x" / "y", there):
+        with pytest.raises(UserError, match=f"^OUT: {path} cannot be written, because {there} is no folder"):
+            check_makeable("OUT", path)

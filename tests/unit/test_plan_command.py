@@ -204,6 +204,11 @@ def test_a_report_that_cannot_be_written_is_refused_before_any_work(command, cap
     assert time.perf_counter() - started < 20
 
 
+def test_an_export_to_no_folder_is_refused_before_any_work(capsys):
+    assert main(["export", "run", "/dev/null/x"]) == 2
+    assert "OUT: /dev/null/x cannot be written, because /dev/null is no folder" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_utf8_is_one_line_and_status_2(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"input_ids": [1], "target_ids": [2], "mask": [1]}\n{"group": "\xff"}\n')

@@ -12,7 +12,7 @@ from longspan.observe.phases import Phases
 from longspan.observe.progress import Progress
 from longspan.observe.provenance import provenance
 from longspan.observe.report import write_report
-from longspan.observe.writable import check_writable, make_folder
+from longspan.observe.writable import check_makeable, check_writable
 
 __all__ = [
     "MetricsWriter",
@@ -20,9 +20,9 @@ __all__ = [
     "Progress",
     "append_jsonl",
     "budget_lines",
+    "check_makeable",
     "check_writable",
     "keep_until",
-    "make_folder",
     "peak_gib",
     "provenance",
     "read_jsonl",

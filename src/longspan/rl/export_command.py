@@ -17,7 +17,7 @@ from longspan.engine import Engine, EngineConfig
 from longspan.errors import CheckpointError, UserError
 from longspan.launch import launch
 from longspan.layout import Layout
-from longspan.observe import check_writable, make_folder
+from longspan.observe import check_makeable, check_writable
 
 __all__ = ["main"]
 
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(ExportOptions, args=list(arguments), prog="longspan export")
     if options.json is not None:
         check_writable("--json", Path(options.json))
+    check_makeable("OUT", Path(options.out))
     folder, checkpoint = find_checkpoint(Path(options.run))
-    make_folder("OUT", Path(options.out).absolute().parent)
     step = launch(export, str(folder), str(checkpoint), options.out, options.merge, ranks=1, device="cpu")[0]
     print(f"exported {checkpoint} (step {step}) to {options.out}")
     if options.json is not None:

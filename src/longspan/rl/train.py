@@ -33,7 +33,7 @@ import longspan
 from longspan.engine import Engine, EngineConfig
 from longspan.errors import LongspanError, UserError
 from longspan.launch import World, is_rank, launch, world
-from longspan.observe import budget_lines, check_writable, make_folder, provenance, read_jsonl, write_report
+from longspan.observe import budget_lines, check_makeable, check_writable, provenance, read_jsonl, write_report
 from longspan.rl.config import RunConfig
 from longspan.rl.run import Run
 
@@ -183,8 +183,8 @@ def run_rank(recipe: str, overrides: list[str], certificate: Certificate | None)
 
 
 def prepare(job: Job) -> None:
-    """Make the run folder, so that a run that could keep nothing is refused, and what the recipe needs."""
-    make_folder("run.folder", Path(job.run.folder))
+    """Make what the recipe needs, where the run could keep it."""
+    check_makeable("run.folder", Path(job.run.folder))
     job.prepare()
 
 
