@@ -1,5 +1,6 @@
 """What the pipeline's schedule means for memory and time, against counts and makespans worked out by hand."""
 
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -200,6 +201,27 @@ def test_planted_faults_are_found(monkeypatch):
     assert in_flight(4, 1) != (4, 3, 2, 1)
     with pytest.raises(AssertionError):
         test_even_stages_have_the_bubble_of_the_textbook(4, 16)
+
+
+def test_planted_faults_of_the_search_and_of_rows_are_found(monkeypatch):
+    """Budgets halved from the limit, a clock whose rows do not meet, a call that hands on a plan and not its play."""
+    monkeypatch.setattr(pipelines, "_fullest", lambda plan, lengths, limits: limits.budget)
+    with pytest.raises(AssertionError):
+        test_budgets_that_bind_nothing_are_not_tried(monkeypatch)
+    monkeypatch.undo()
+    made = pipelines._Clock.__init__
+    monkeypatch.setattr(
+        pipelines._Clock, "__init__", lambda self, *args: (made(self, *args), setattr(self, "rows", None))[0]
+    )
+    with pytest.raises(AssertionError):
+        test_a_row_over_several_data_ranks_moves_as_one()
+    monkeypatch.undo()
+    plan = planning.Planner.plan
+    monkeypatch.setattr(
+        planning.Planner, "plan", lambda self, batch: copy(plan(self, batch))
+    )  # equal, not the one played
+    with pytest.raises(AssertionError):
+        test_a_call_plays_its_plan_once(monkeypatch)
 
 
 QWEN3 = replace(SHAPE, layers=28, tied=True)
