@@ -225,19 +225,42 @@ def test_export_loads_in_plain_transformers(tmp_path):
 
 
 def perturbed():
+    """What each call says where rank 1 asks for something else, and whether no weight moved."""
     engine = build("dp2")
-    samples = ragged(engine.rank)
-    try:
-        engine.forward_backward(samples, Objective("importance_sampling"))
-    except RankError as error:
-        return str(error)
-    return "ran"
+    rank, good = engine.rank, ragged()
+    started, found = engine.state_dict(), {}
+
+    def attempt(name, call):
+        try:
+            call()
+            found[name] = "ran"
+        except RankError as error:
+            found[name] = str(error)
+
+    attempt("batch", lambda: engine.forward_backward(ragged(rank), Objective("importance_sampling")))
+    attempt("objective", lambda: engine.forward_backward(good, Objective("ppo", clip=(0.2, 0.3)[rank])))
+    attempt("outputs", lambda: engine.forward(good, ("logprob", "entropy")[: 2 - rank]))
+    engine.forward_backward(good, Objective("ppo"))
+    attempt("lr", lambda: engine.optim_step(AdamW(lr=(1e-3, 1e-1)[rank])))
+    attempt("clip_norm", lambda: engine.optim_step(AdamW(lr=1e-3, clip_norm=(None, 1.0)[rank])))
+    return found, all(torch.equal(started[name], value) for name, value in engine.state_dict().items())
 
 
-def test_ranks_with_different_batches_are_named():
-    """H7, O5: a difference is an error naming the rank within a step, not a hang."""
-    for message in launch(perturbed, ranks=2, timeout_s=60):
-        assert "rank 1" in message and "same samples" in message
+def test_ranks_with_different_batches_or_settings_are_named():
+    """H7, O5: a difference is an error naming the rank within a step, not a hang or ranks that go different ways."""
+    says = {
+        "batch": "same samples",
+        "objective": "0.3",
+        "outputs": "entropy",
+        "lr": "0.1",
+        "clip_norm": "clip_norm=1.0",
+    }
+    for found, unmoved in launch(perturbed, ranks=2, timeout_s=60):
+        assert unmoved
+        for name, message in found.items():
+            assert (
+                "rank 1" in message and says[name] in message and "must pass the same" in message.replace("\n", " ")
+            ), (name, message)
 
 
 GOOD = ragged(lengths=(5, 9))

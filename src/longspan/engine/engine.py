@@ -9,6 +9,7 @@ weights and plans; the backend knows parameters; the layout decides where tokens
 import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from time import perf_counter
 
@@ -140,7 +141,9 @@ class Engine:
         )
         batch = self._admit(samples, objective.stream_fields(samples), weights, objective.moe_over)
         plan = self.planner.plan(batch)
-        traffic = self.reductions.traffic(plan, self._agree(batch, plan, self.reductions.room(batch, plan)))
+        traffic = self.reductions.traffic(
+            plan, self._agree(batch, plan, settings_of(objective), self.reductions.room(batch, plan))
+        )
         steps = self.builder.steps(batch, plan, self._keep(objective))  # pack, shard: one micro-step at a time
         steps = marked(steps, plan, traffic)
         steps = steps if teacher is None else with_teacher(steps, teacher, samples, plan)
@@ -174,7 +177,7 @@ class Engine:
         self._check_topk(topk, outputs)
         batch = self._admit(samples, (), {})
         plan = self.planner.plan(batch)
-        self._agree(batch, plan)
+        self._agree(batch, plan, repr((tuple(outputs), topk)))
         buffer = TokenBuffer(batch.lengths, self.mesh.device)
         self.backend.run(
             self.builder.steps(batch, plan, Keep(routes=ROUTES in outputs)), Forward(tuple(outputs), buffer, topk)
@@ -213,10 +216,16 @@ class Engine:
         """Clip by the global norm, step once, clear. Returns grad/norm (before clipping), grad/clip, step and time.
 
         With gradients of zero this is still a step: weight decay applies and moments decay. Raises UserError if nothing was
-        accumulated or the norm is not finite; weights are unchanged then.
+        accumulated or the norm is not finite, RankError if ranks pass different settings; weights are unchanged then.
         """
         self._check_whole()
         started = self._start()
+        said = self.mesh.gather_objects((settings, adapter))
+        for rank, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise RankError(
+                    f"rank {rank} steps with {theirs}, rank 0 with {said[0]}. Every rank must pass the same settings"
+                )
         report = self.backend.step(settings, adapter)
         self.step += 1
         return report | {"step": float(self.step), "lr": settings.lr, "time/optim_step_s": perf_counter() - started}
@@ -369,18 +378,22 @@ class Engine:
             samples, self.adapter, weights=streams, fields=names, dtype=self.dtype, routing=self.backend.routing
         )
 
-    def _agree(self, batch: Batch, plan: Plan, room: Room | None = None) -> list[Room | None]:
-        """Every rank must hold the same batch and plan; a difference is an error that names the rank, not a hang. Returns each
-        rank's `room`: they all decide from the same."""
+    def _agree(self, batch: Batch, plan: Plan, settings: str, room: Room | None = None) -> list[Room | None]:
+        """Every rank must hold the same batch, plan and settings; a difference is an error that names the rank, not a hang.
+        Returns each rank's `room`: they all decide from the same."""
         mine = (fingerprint(batch), len(plan.micro_steps), sum(batch.lengths), hash(plan))
-        said = self.mesh.gather_objects((mine, room))
-        for rank, (theirs, _) in enumerate(said):
+        said = self.mesh.gather_objects((mine, settings, room))
+        for rank, (theirs, asked, _) in enumerate(said):
             if theirs != said[0][0]:
                 raise RankError(
                     f"rank {rank} has (batch checksum, micro-steps, tokens, plan) = {theirs}, rank 0 has {said[0][0]}. Every rank must "
                     "pass the same samples in the same order to the same call"
                 )
-        return [each for _, each in said]
+            if asked != said[0][1]:
+                raise RankError(
+                    f"rank {rank} asks for {asked}, rank 0 for {said[0][1]}. Every rank must pass the same settings"
+                )
+        return [each for _, _, each in said]
 
     def _start(self) -> float:
         reset_peak()
@@ -391,3 +404,10 @@ class Engine:
         seconds = perf_counter() - started
         report = {"time/forward_backward_s": seconds, "mem/peak_gib": peak_gib()}
         return report | traffic.report() | self.planner.observe(batch, plan, seconds)
+
+
+def settings_of(objective: Objective) -> str:
+    """What every rank must ask for alike; of a callable its name only."""
+    return repr(
+        {each.name: getattr(objective, each.name) for each in dataclass_fields(objective) if each.name != "loss"}
+    )

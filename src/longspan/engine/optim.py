@@ -18,6 +18,8 @@ from longspan.typed import typed
 
 __all__ = ["SGD", "AdamW", "clip_coefficient", "gradient_norm", "make_optimizer"]
 
+INF = float("inf")
+LARGEST_LR = 1e6  # far above any use; what is larger overflows fp32 weights in a step or two
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_: coefficient = clip / (norm + 1e-6), at most 1
 
 
@@ -36,10 +38,10 @@ class AdamW:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        _check(0 <= self.lr < float("inf"), "lr", self.lr, "at least 0 and finite")
+        _check(0 <= self.lr <= LARGEST_LR, "lr", self.lr, f"at least 0 and finite, at most {LARGEST_LR:g}")
         _check(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "in [0, 1)")
-        _check(self.eps > 0, "eps", self.eps, "above 0")
-        _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        _check(0 < self.eps < 1, "eps", self.eps, "above 0 and below 1")
+        _check(0 <= self.weight_decay < INF, "weight_decay", self.weight_decay, "at least 0 and finite")
         _check(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "above 0, or None")
 
     def options(self) -> dict[str, object]:
@@ -57,9 +59,9 @@ class SGD:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        _check(0 <= self.lr < float("inf"), "lr", self.lr, "at least 0 and finite")
-        _check(self.momentum >= 0, "momentum", self.momentum, "at least 0")
-        _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        _check(0 <= self.lr <= LARGEST_LR, "lr", self.lr, f"at least 0 and finite, at most {LARGEST_LR:g}")
+        _check(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
+        _check(0 <= self.weight_decay < INF, "weight_decay", self.weight_decay, "at least 0 and finite")
         _check(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "above 0, or None")
 
     def options(self) -> dict[str, object]:
