@@ -359,6 +359,9 @@ def test_one_pass_is_for_token_wise_losses_of_the_head():
         (lambda: Objective("ppo", kl=0.1, kl_estimator="k4"), "kl_estimator='k4'"),
         (lambda: Objective("ppo", kl_estimator="k1"), "no effect with kl=0.0"),
         (lambda: Objective("ppo", value_clip=0.2), "no effect with value=0.0"),
+        (lambda: Objective("value", clip=0.2, value_clip=0.1), "clip=0.2 and value_clip=0.1, two names of one setting"),
+        (lambda: Objective("value", clip=None, value_clip=0.1), "clip=None and value_clip=0.1"),
+        (lambda: Objective("ppo", kl=10**400), "kl=10+ must be a finite number"),
         (lambda: Objective("value", value=0.5), "two terms share a name"),
         (lambda: Objective("ppo", fields=("x",)), "which only a callable takes"),
         (lambda: Objective(lambda out, fields: out.logprob, clip=0.2), "a callable has no options"),
@@ -413,6 +416,58 @@ def test_callable_faults_are_named():
         token_losses(Objective("value"), TokenOut(case.logprob), Fields(case.fields), {"value": case.weight})
     with pytest.raises(UserError, match=r"needs TokenOut.segments"):
         token_losses(Objective("gspo"), TokenOut(case.logprob), Fields(case.fields), {"gspo": case.weight})
+
+
+@pytest.mark.parametrize("read", [lambda x: x, lambda x: (x - 1.0).square(), lambda x: x.square()])
+def test_a_loss_that_reads_what_was_not_computed_is_told_to_declare_it(read):
+    out = TokenOut(torch.zeros(T, requires_grad=True), torch.zeros(T, requires_grad=True))
+    weights = {"custom": torch.ones(T)}
+    with pytest.raises(UserError, match=r"not compute out.value, .*uses=\('value',\)\) with .*value_head=True"):
+        token_losses(Objective(lambda out, fields: read(out.value)), out, Fields({}), weights)
+    with pytest.raises(TypeError, match="must be Tensor, not str"):  # not about None: the callable's own error
+        token_losses(Objective(lambda out, fields: torch.exp("x")), out, Fields({}), weights)
+
+
+def test_a_loss_without_a_gradient_or_not_real_is_refused():
+    case, weight = Case(), torch.ones(T, dtype=torch.float64)
+    logprob = case.logprob.detach().requires_grad_()
+
+    def run(fn, logprob=logprob, weight=weight):
+        return token_losses(Objective(fn), TokenOut(logprob), Fields({}), {"custom": weight})["custom"]
+
+    cut = partial(lambda out, fields: out.logprob.detach())
+    with pytest.raises(UserError, match="loss 'custom' does not require a gradient"):
+        run(cut)
+    with pytest.raises(UserError, match=r"returned torch.complex\d+; a loss is real"):
+        run(lambda out, fields: out.logprob * 1j)
+    with pytest.raises(UserError, match=r"returned torch.bool; a loss is real"):
+        run(lambda out, fields: out.logprob > 0)
+    assert not run(cut, weight=torch.zeros(T)).any()  # nothing trained: nothing to differentiate
+    assert not run(cut, logprob=logprob.detach()).requires_grad  # evaluation
+    with torch.no_grad():
+        run(cut)
+    assert run(lambda out, fields: -out.logprob).requires_grad
+
+
+def test_a_detached_loss_is_refused_in_the_one_pass_head():
+    hidden, head = torch.randn(T, 4, requires_grad=True), torch.randn(9, 4)
+    objective = Objective(lambda out, fields: out.logprob.detach(), token_wise=True, uses=())
+    assert objective.one_pass
+    loss = chunk_loss(objective, Fields({}), {"custom": torch.ones(T, dtype=torch.float64)})
+    with pytest.raises(UserError, match="does not require a gradient"):
+        head_loss(hidden, head, torch.zeros(T, dtype=torch.long), loss)
+
+
+def test_a_mask_of_no_term_is_refused():
+    def masked(name):
+        return Sample([1, 2], [2, 3], [1, 1], fields={name: [0, 1]})
+
+    for name in ("ppo_mask", "kl_mask", "value_mask", "mtp_mask", "dro_mask", "custom_mask", "old_mask_share"):
+        Objective("cross_entropy").check([masked(name)])
+    with pytest.raises(UserError, match=r"sample 1: field 'pppo_mask' is the mask of no term.*cispo_mask.*ppo_mask"):
+        Objective("cross_entropy").check([masked("ppo_mask"), masked("pppo_mask")])
+    Objective(lambda out, fields: out.logprob, name="mine").check([masked("mine_mask")])
+    Objective(lambda out, fields: out.logprob * fields.seen_mask, fields=("seen_mask",)).check([masked("seen_mask")])
 
 
 def test_objectives_travel_and_compare():

@@ -85,6 +85,8 @@ def test_denominator_by_term():
         ("sum", 3, "divides by nothing"),
         ("token", 0, "denominator=0 must be a finite number above 0"),
         ("token", float("nan"), "denominator=nan"),
+        ("token", 1e-320, "denominator=1e-320 must be a finite number above 0, 1e-30 or more"),
+        ("token", 10**400, "denominator=10+ must be a finite number"),
         ("token", True, "denominator=True"),
     ],
 )

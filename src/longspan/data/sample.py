@@ -22,6 +22,7 @@ from longspan.typed import typed
 
 Values = Tensor | np.ndarray | Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]]
 Media = Image | Video
+LEAST_TEMPERATURE = 1e-30  # a logit of 1e8 divided by it still fits fp32
 
 
 @typed
@@ -95,21 +96,31 @@ class Sample:
                     "field has one value a token: pad it on the prompt with a value that mask 0 hides, or cut it."
                 )
         for name, values in self.fields.items():
-            if values.is_floating_point() and not bool(torch.isfinite(values).all()):
-                where = int((~torch.isfinite(values)).reshape(length, -1).any(1).nonzero()[0, 0])
+            finite = torch.isfinite(values.float()) if values.is_floating_point() else None  # losses compute in fp32
+            if finite is not None and not bool(finite.all()):
+                where = int((~finite).reshape(length, -1).any(1).nonzero()[0, 0])
                 raise UserError(
                     f"{self._name()}: fields[{name!r}] is {values[where].tolist()} at position {where}. Fields must "
-                    "be finite "
+                    "be finite in fp32 (within 3.4e38) "
                     "everywhere (0 times NaN is NaN): write 0 where mask is 0, and drop samples whose reward or "
                     "log-prob failed."
                 )
-        temperature = self.fields.get("temperature")
-        if temperature is not None and bool((temperature <= 0).any()):
-            where = int((temperature <= 0).nonzero()[0, 0])
+        if "temperature" in self.fields:
+            self._check_temperature(self.fields["temperature"])
+
+    def _check_temperature(self, temperature: Tensor) -> None:
+        if temperature.dim() != 1:
+            raise UserError(
+                f"{self._name()}: fields['temperature'] has shape {list(temperature.shape)}, not [L]. Give one "
+                "temperature a token."
+            )
+        low = temperature < LEAST_TEMPERATURE
+        if bool(low.any()):
+            where = int(low.nonzero()[0, 0])
             raise UserError(
                 f"{self._name()}: fields['temperature'] is {float(temperature[where])} at position {where}. "
-                "Temperatures are "
-                "above 0; for greedy sampling give 1."
+                f"Temperatures are above 0, {LEAST_TEMPERATURE} or more (logits are divided by them in fp32); for greedy "
+                "sampling give 1."
             )
 
     def _name(self) -> str:

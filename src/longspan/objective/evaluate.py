@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.errors import UserError
 from longspan.objective.head_loss import ChunkLoss, HeadLoss
-from longspan.objective.objective import Objective, Term
+from longspan.objective.objective import OUTPUTS, Objective, Term
 from longspan.objective.stats import Stats
 from longspan.objective.tokens import Fields, TokenOut
 
@@ -29,15 +29,52 @@ def token_losses(
 def _term_loss(term: Term, out: TokenOut, fields: Fields, weight: Tensor) -> Tensor:
     assert term.fn is not None, "model terms are evaluated in the model"
     trained = weight != 0
-    loss = term.fn(out.where(trained), fields.where(trained))
+    loss = _called(term, out.where(trained), fields.where(trained))
     if not isinstance(loss, Tensor) or loss.shape != weight.shape:
         got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(
             f"loss {term.name!r} returned {got}; a loss maps [T] tensors to one loss a token, here "
             f"{list(weight.shape)}. Return the "
-            "unreduced losses: no mean(), no sum(), no mask; normalise= does the rest."
+            f"unreduced losses: no mean(), no sum(), no mask; normalise= does the rest.{_absent(out)}"
+        )
+    if not loss.is_floating_point():
+        raise UserError(f"loss {term.name!r} returned {loss.dtype}; a loss is real: return a float for each token.")
+    if not loss.requires_grad and _differentiable(term, out) and bool(trained.any()):
+        raise UserError(
+            f"loss {term.name!r} does not require a gradient: it would train nothing. Return a function of out's "
+            "tensors without detach(), no_grad() or item()."
         )
     return torch.where(trained, loss, torch.zeros((), dtype=loss.dtype, device=loss.device))
+
+
+def _called(term: Term, out: TokenOut, fields: Fields) -> object:
+    """What the loss returns; where it met an output that this call did not compute, the error says so."""
+    assert term.fn is not None
+    try:
+        return term.fn(out, fields)
+    except (TypeError, AttributeError) as error:
+        absent = _absent(out)
+        if not absent or "NoneType" not in str(error):
+            raise
+        raise UserError(f"loss {term.name!r} failed: {error}.{absent}") from error
+
+
+def _absent(out: TokenOut) -> str:
+    """A sentence on the outputs that are None in this call."""
+    names = [name for name in OUTPUTS if getattr(out, name) is None]
+    if not names:
+        return ""
+    head = " with EngineConfig(value_head=True)" if names[0] == "value" else ""
+    return (
+        f" This call did not compute {', '.join(f'out.{name}' for name in names)}: a callable declares what it reads, "
+        f"as in Objective(fn, uses=({names[0]!r},)){head}."
+    )
+
+
+def _differentiable(term: Term, out: TokenOut) -> bool:
+    """Something that the term reads has a gradient here. (The second evaluation of a one-pass term has none.)"""
+    seen = [getattr(out, use) for use in term.uses]
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in seen)
 
 
 def weighted_sum(objective: Objective, losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:

@@ -56,7 +56,7 @@ def is_finite(number: object) -> bool:
     """Whether it is a number at all, and a finite one."""
     try:
         return math.isfinite(number)  # pyright: ignore[reportArgumentType]  (that is the question)
-    except TypeError:
+    except (TypeError, OverflowError):
         return False
 
 

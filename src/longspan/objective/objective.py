@@ -40,7 +40,9 @@ TokenLoss = Callable[[TokenOut, Fields], Tensor]  # [T] tensors -> [T]
 MODEL_TERMS = ("moe_aux", "moe_z", "mtp")
 MOE_OVER = ("sample", "batch")
 OUTPUTS = ("entropy", "value", "topk_logprob", "teacher_kl")  # beside logprob
+_CUSTOM = "custom"  # the term's name of a callable that has none
 HEAD_OUTPUTS = ("logprob", "entropy", "topk_logprob", "teacher_kl")
+TERMS = (*LOSSES, "kl", "entropy", *MODEL_TERMS)  # every name that a term has, callables aside
 ENGINE_FIELDS = ("temperature", "routed_experts")  # read by the engine, never by a loss
 
 
@@ -258,9 +260,12 @@ class Objective:
         return tuple(dict.fromkeys([*self.fields, *topk, *extra]))
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raises UserError naming sample, field and loss where a required field is missing or has the wrong shape."""
+        """Raises UserError naming sample, field and loss where a required field is missing or has the wrong shape, or
+        where a mask belongs to no term."""
+        terms, masks = self.terms, self._mask_fields()
         for number, sample in enumerate(samples):
-            for term in self.terms:
+            _check_masks(number, sample, masks)
+            for term in terms:
                 for name in term.fields:
                     if name not in sample.fields:
                         raise UserError(
@@ -278,6 +283,12 @@ class Objective:
                         )
             self._check_teacher(number, sample)
 
+    def _mask_fields(self) -> set[str]:
+        """Names ending in _mask that a sample may carry: those of this objective, and of terms that it does not use."""
+        terms = dict.fromkeys([*TERMS, _CUSTOM, self.name])
+        own = [name for name in self.declared or () if name.endswith("_mask")]
+        return {*(f"{term}_mask" for term in terms), *own}
+
     def _check_teacher(self, number: int, sample: Sample) -> None:
         if self.loss != "distill_topk":
             return
@@ -294,6 +305,15 @@ class Objective:
             )
 
 
+def _check_masks(number: int, sample: Sample, masks: set[str]) -> None:
+    unknown = [name for name in sample.fields if name.endswith("_mask") and name not in masks]
+    if unknown:
+        raise UserError(
+            f"sample {number}: field {unknown[0]!r} is the mask of no term, so it would hide no token. Masks are "
+            f"{', '.join(sorted(masks))}. Correct the name, drop the field, or name it in Objective(fn, fields=[...])."
+        )
+
+
 def _value_fields(options: Value) -> tuple[str, ...]:
     return ("return",) if options.clip is None else ("return", "old_value")
 
@@ -301,7 +321,7 @@ def _value_fields(options: Value) -> tuple[str, ...]:
 def _name_of(loss: TokenLoss) -> str:
     """A callable's own name where it has one that can stand in a metric's name."""
     inner = loss.func if isinstance(loss, partial) else loss
-    return inner.__name__ if isinstance(inner, FunctionType) and inner.__name__.isidentifier() else "custom"
+    return inner.__name__ if isinstance(inner, FunctionType) and inner.__name__.isidentifier() else _CUSTOM
 
 
 def _only_for_callables(loss: str, **given: object) -> None:
@@ -320,6 +340,11 @@ def _named_options(loss: str, value_clip: float | None, given: Mapping[str, floa
         )
     kind = LOSSES[loss].options
     if loss == "value" and value_clip is not None:
+        if "clip" in given:
+            raise UserError(
+                f"Objective('value') got clip={given['clip']!r} and value_clip={value_clip!r}, two names of one setting. "
+                "Give one."
+            )
         given = {"clip": value_clip} | dict(given)
     takes = [field.name for field in dataclass_fields(kind)]
     wrong = sorted(set(given) - set(takes))

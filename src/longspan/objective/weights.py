@@ -13,7 +13,6 @@ A denominator given by the caller replaces the count (total tokens, or samples),
 Nothing trained: every weight is 0, and no 0/0 arises. A sample without a trained token weighs 0 and is not counted.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from longspan.data.sample import Sample
 from longspan.errors import UserError
+from longspan.objective.losses import is_finite
 from longspan.objective.objective import Objective
 
 __all__ = ["NORMALISE", "Denominator", "over_batch", "over_samples", "term_masks", "token_weights"]
@@ -96,6 +96,7 @@ def _rule(masks: list[Tensor], normalise: str, denominator: float | None) -> lis
     return [mask / max(denominator, _TINY) for mask in masks]
 
 
+_LEAST = 1e-30  # of a caller's denominator: weights of 1e30 still fit fp32
 _TINY = 1e-300  # 0 / tiny is 0: a batch without a trained token has all weights 0
 
 
@@ -137,6 +138,10 @@ def _denominators(objective: Objective, denominator: Denominator) -> dict[str, f
 
 
 def _number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise UserError(f"{name}={value!r} must be a finite number above 0: the tokens (or samples) of the whole step.")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and is_finite(value) and value >= _LEAST):
+        raise UserError(
+            f"{name}={value!r} must be a finite number above 0, {_LEAST} or more: the tokens (or samples) of the whole "
+            "step."
+        )
     return float(value)

@@ -91,8 +91,7 @@ class Grpo:
     max_new_tokens: longest response. temperature: of sampling, and so of the policy that is trained.
     advantage: rule within a group. loss: loss terms; kl needs a frozen reference engine, which the loop builds.
     old_logprob: "sampler" takes the log-probs recorded while sampling, "engine" recomputes them before the first
-    update. gap_every: rounds between measurements of the log-prob gap (free with old_logprob="engine"); 0 is never.
-    eval_every: rounds between evaluations, 0 is none. eval_samples: sampled responses a held-out prompt.
+    update. eval_every: rounds between evaluations, 0 is none. eval_samples: sampled responses a held-out prompt.
     sampler_prompts: prompts that one forward pass of the sampler holds.
     """
 
