@@ -31,11 +31,12 @@ import torch.distributed as dist
 from longspan.errors import LongspanError, RankError, RankLost, UserError
 from longspan.typed import typed
 
-__all__ = ["World", "is_rank", "launch", "world"]
+__all__ = ["World", "check_timeout", "is_rank", "launch", "world"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 DIED = "the process died with exit code"
 GPU_THREADS = 8  # at most, beside a GPU: a container may be granted less time than the cores it sees
+MOST_S = 2e6  # 23 days; the system call that waits for ranks takes 24
 GRACE_S = 3.0  # how long the other ranks may take to end by themselves after the first failure
 PRELOAD = [  # imported once in a clean server process and then forked: 10 s saved a rank
     "longspan.engine",
@@ -73,6 +74,12 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check_timeout(timeout_s: float) -> None:
+    """Raises UserError for seconds that no run can be given."""
+    if not 0 < timeout_s <= MOST_S:
+        raise UserError(f"timeout_s={timeout_s:g} must be above 0 and at most {MOST_S:,.0f} s (23 days)")
+
+
 @typed
 def launch(
     fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 600.0, device: str = "auto"
@@ -82,10 +89,11 @@ def launch(
     fn: any callable, closures included (it travels by cloudpickle); what it returns must pickle.
     timeout_s: seconds for the whole run; after it every rank is stopped and the ones still running are named with their stacks.
     device: "auto" (CUDA where every rank has a GPU, else CPU), "cpu" or "cuda".
-    Raises UserError for a bad number of ranks; the rank's own error where it is one of ours; RankError for any other failure.
+    Raises UserError for a bad number of ranks or seconds; the rank's own error where it is one of ours; RankError for any other failure.
     """
     if ranks < 1:
         raise UserError(f"ranks={ranks} must be at least 1")
+    check_timeout(timeout_s)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")  # CUDA cannot be forked

@@ -40,6 +40,12 @@ def _refuse() -> None:
     time.sleep(30)
 
 
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 1e300])
+def test_seconds_that_no_run_can_have_are_refused(seconds: float) -> None:
+    with pytest.raises(UserError, match=r"timeout_s=\S+ must be above 0 and at most 2,000,000 s"):
+        launch(_die, ranks=2, timeout_s=seconds, device="cpu")
+
+
 def test_a_dead_rank_is_named_with_its_exit_code() -> None:
     started = time.monotonic()
     with pytest.raises(RankLost, match=r"rank 1 failed first .*\n.*exit code 7"):

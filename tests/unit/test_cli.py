@@ -9,6 +9,7 @@ import pytest
 
 from longspan import cli
 from longspan.engine import EngineConfig
+from longspan.errors import UserError
 from longspan.parity import command
 from longspan.parity.cells import Cell
 from longspan.parity.compare import Comparison
@@ -43,6 +44,10 @@ def test_usage_errors_are_status_2(arguments: list[str], capsys: pytest.CaptureF
         (["--samples", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--samples", "a.jsonl", "--lengths", "3"], "Give one of them"),
         (["--layouts", "cp3-ulysses"], "divisible by 3"),
+        (["--timeout-s", "0"], "timeout_s=0 must be above 0"),
+        (["--timeout-s", "nan", "--plant", "shift"], "timeout_s=nan must be above 0"),
+        (["--seed", "9" * 30], "must be 0 or more and below 2**63"),
+        (["--lengths", "\u00b2"], "whole numbers"),
         (["--backend", "nonsense"], "nonsense"),
     ],
 )
@@ -50,6 +55,24 @@ def test_parity_refuses_by_name(arguments: list[str], said: str, capsys: pytest.
     assert cli.main(["parity", "--model", "tiny:qwen3", *arguments]) == 2
     shown = capsys.readouterr()
     assert said in shown.err + shown.out
+
+
+def test_parity_refuses_samples_outside_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"input_ids": [1, 5000], "target_ids": [2, -100], "mask": [1, 0]}\n')
+    assert cli.main(["parity", "--model", "tiny:qwen3", "--samples", str(file)]) == 2
+    assert "sample 0: input_ids[1] is 5000, outside the vocabulary" in capsys.readouterr().err
+
+
+def test_bench_refuses_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--timeout-s", "-1", "--lengths", "4"]) == 2
+    assert "timeout_s=-1 must be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", [2**70, 2**63, -(2**63) - 1])
+def test_seeds_of_more_than_64_bits_are_refused(seed: int) -> None:
+    with pytest.raises(UserError, match=f"seed={seed} must be a whole number of 64 bits"):
+        EngineConfig(model="tiny:qwen3", seed=seed)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,17 @@ GOOD = {"input_ids": [1, 2], "target_ids": [2, -100], "mask": [1, 0]}
         (json.dumps(GOOD | {"mask": 1}), "'mask' is a int"),
         (json.dumps(GOOD | {"fields": [1]}), "'fields' is a list"),
         (json.dumps(GOOD | {"fields": {"advantage": [0.0, float("nan")]}}), "is nan at position 1"),
-        (json.dumps(GOOD | {"fields": {"advantage": ["a", "b"]}}), "not a rectangular array of numbers"),
+        (json.dumps(GOOD | {"fields": {"advantage": [[1.0], [1.0, 2.0]]}}), "not a rectangular array of numbers"),
+        (json.dumps(GOOD | {"fields": {"advantage": [0.0, "b"]}}), "fields['advantage'][1] is 'b', not a number"),
+        (json.dumps(GOOD | {"fields": {"top": [[1, 2], [3, None]]}}), "fields['top'][1][1] is null, not a number"),
+        (json.dumps(GOOD | {"input_ids": [1, 10**30]}), f"input_ids[1] is {10**30}, not a number that 64 bits hold"),
+        (json.dumps(GOOD | {"input_ids": [2**63, 2**63]}), "input_ids[0] is 9223372036854775808, not a number"),
+        (json.dumps(GOOD | {"fields": {"f": [0.5, 2**63]}}), "fields['f'][1] is 9223372036854775808, not a number"),
+        (json.dumps(GOOD | {"target_ids": [None, 1]}), "target_ids[0] is null, not a number"),
+        (json.dumps(GOOD | {"mask": [1, "0"]}), "mask[1] is '0', not a number"),
+        ('{"input_ids": [1' + "0" * 5000 + "]}", "not JSON: Exceeds the limit"),
+        ("[" * 100000, "brackets are nested too deeply"),
+        (json.dumps(GOOD | {"input_ids": "DEEP"}).replace('"DEEP"', "[" * 900 + "1" + "]" * 900), "line 3"),
         (json.dumps(GOOD | {"media": [{"image": "no.png"}]}), "no.png does not exist"),
         (json.dumps(GOOD | {"media": [{"picture": "no.png"}]}), "neither"),
         (json.dumps(GOOD | {"group": [1]}), "'group' is a string"),
@@ -83,7 +93,19 @@ def test_a_file_that_is_not_utf8_is_refused_by_line_and_byte(tmp_path, line, byt
     path.write_bytes(json.dumps(GOOD | {"group": "gr\u00fcn"}, ensure_ascii=False).encode() + b"\n\n" + line + b"\n")
     with pytest.raises(UserError) as caught:
         read_jsonl(path)
-    assert f"{path} line 3: {byte}" in str(caught.value) and "iconv" in str(caught.value), str(caught.value)
+    assert f"{path} line 3: {byte}" in str(caught.value) and "in UTF-8" in str(caught.value), str(caught.value)
+    assert "latin1" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words"), [("utf-8-sig", "Save it as UTF-8 without BOM"), ("utf-16-le", "is the file UTF-16")]
+)
+def test_marks_and_zero_bytes_are_named(tmp_path, encoding, words):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes((json.dumps(GOOD) + "\n").encode(encoding))
+    with pytest.raises(UserError, match=words) as caught:
+        read_jsonl(path)
+    assert str(caught.value).startswith(f"{path} line 1: ")
 
 
 def test_missing_and_empty_files(tmp_path):

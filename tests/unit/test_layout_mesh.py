@@ -7,7 +7,7 @@ import torch
 
 from longspan.errors import UserError
 from longspan.layout import Layout, Mesh, parse_layout, resolve
-from longspan.layout.mesh import hybrid_ulysses
+from longspan.layout.mesh import hybrid_ulysses, ulysses_parts
 
 CPU = torch.device("cpu")
 
@@ -65,6 +65,17 @@ def test_bad_names_say_what_and_why(name: str, words: tuple[str, ...]) -> None:
 def test_sizes_are_positive_integers(field: str, value: object) -> None:
     with pytest.raises(UserError, match=f"{field}="):
         Layout(**{field: value})  # pyright: ignore[reportArgumentType]  wrong types are the point
+
+
+@pytest.mark.parametrize("field", ["dp", "cp", "tp", "pp", "vpp", "ep", "etp"])
+def test_absurd_sizes_are_refused_at_once(field: str) -> None:
+    with pytest.raises(UserError, match=f"{field}=1000000007 is above 1048576"):
+        Layout(**{field: 10**9 + 7})
+
+
+def test_ulysses_parts_are_the_proper_divisors() -> None:
+    for cp in range(1, 200):
+        assert ulysses_parts(cp) == tuple(u for u in range(2, cp) if cp % u == 0)
 
 
 @pytest.mark.parametrize("field", ["mixer", "index", "linear"])

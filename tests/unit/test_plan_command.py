@@ -126,6 +126,15 @@ def test_no_layout_helps_where_one_layer_does_not_fit(tmp_path, capsys):
         (["--lengths", "9", "--gpu-memory-gib", "-1"], "gpu_memory_gib=-1"),
         (["--lengths", "9x"], "is not a positive number"),
         (["--lengths", "\u00b2"], "'\u00b2' is not a positive number"),
+        (["--lengths", "1x100000000000"], "100000000000 samples or more, above the 131072"),
+        (["--lengths", "1x131072,1"], "131073 samples or more"),
+        (["--lengths", "9" * 5000], "is not a positive number of at most 12 digits"),
+        (["--lengths", "9", "--gpus", "65537"], "gpus=65537 is above 65536"),
+        (["--lengths", "9", "--layouts", "cp1000000000000"], "cp=1000000000000 is above 1048576"),
+        (["--lengths", "9", "--layouts", "tp2", "--backend", "fsdp"], "--layouts tp2 has tp or pp"),
+        (["--lengths", "9", "--layouts", "dp2,pp2", "--backend", "fsdp"], "--layouts pp2 has tp or pp"),
+        (["--lengths", "9", "--layouts", "ep2"], "spread experts, and the model has no experts"),
+        (["--lengths", "9", "--visual-share", "0.5"], "visual_share=0.5 needs a vision tower, and tiny:qwen3 has none"),
         (["--lengths", "9", "--machine", "h9000"], "Shipped: ['h200']"),
         (["--lengths", "9", "--visual-share", "2"], "visual_share=2.0 is not in 0..1"),
         (["--lengths", "9", "--picture", "plan.gif"], "must end in .png or .html"),
@@ -174,7 +183,15 @@ def test_histograms(tmp_path):
     path = tmp_path / "lengths.json"
     path.write_text('{"2000": 3, "70": 1}')
     assert read_histogram(path) == (2000, 2000, 2000, 70)
-    for text, words in (("[]", "JSON object"), ("{}", "JSON object"), ("{", "cannot be read"), ('{"a": 1}', "'a'")):
+    for text, words in (
+        ("[]", "JSON object"),
+        ("{}", "JSON object"),
+        ("{", "cannot be read"),
+        ('{"a": 1}', "'a'"),
+        ("[" * 100000, "cannot be read"),
+        ('{"1": 1000000000000000000}', "not a positive number of at most"),
+        ('{"1": 131072, "2": 1}', "131073 samples or more"),
+    ):
         path.write_text(text)
         with pytest.raises(UserError, match=words):
             read_histogram(path)

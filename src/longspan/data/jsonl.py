@@ -11,10 +11,13 @@ are read as f64, so that f32 values come back equal. Writing keeps pictures that
 beside the file.
 """
 
+import codecs
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -44,18 +47,30 @@ def iterate_jsonl(path: str | Path) -> Iterator[Sample]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    yield sample_from_json(json.loads(line.decode("utf-8")), path.parent)
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path} line {number}: byte {error.start + 1} of the line is 0x{line[error.start]:02x}, which is not "
-                        "UTF-8. Samples are JSON lines in UTF-8: convert the file, for example with iconv -f latin1 -t utf-8."
-                    ) from None
-                except json.JSONDecodeError as error:
-                    raise UserError(
-                        f"{path} line {number}: not JSON: {error}. Each line is one whole object."
-                    ) from None
+                    yield sample_from_json(_record(line), path.parent)
                 except UserError as error:
                     raise UserError(f"{path} line {number}: {error}") from None
+                except RecursionError:
+                    raise UserError(
+                        f"{path} line {number}: not JSON of a sample: brackets are nested too deeply. A value has as many "
+                        "brackets as its tensor has dims."
+                    ) from None
+
+
+def _record(line: bytes) -> object:
+    """A line as JSON."""
+    if line.startswith(codecs.BOM_UTF8):
+        raise UserError("the file starts with a byte order mark (BOM). Save it as UTF-8 without BOM.")
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"byte {error.start + 1} of the line is 0x{line[error.start]:02x}, which is not UTF-8. Samples are JSON lines in "
+            "UTF-8: save a text file in it (iconv -f ENCODING -t utf-8, with the encoding that the file has)."
+        ) from None
+    except ValueError as error:  # broken JSON, or a number of more digits than Python reads
+        zeros = " The line holds zero bytes: is the file UTF-16, or no text?" if b"\0" in line else ""
+        raise UserError(f"not JSON: {error}. Each line is one whole object in UTF-8.{zeros}") from None
 
 
 def sample_from_json(record: object, folder: Path) -> Sample:
@@ -74,6 +89,10 @@ def sample_from_json(record: object, folder: Path) -> Sample:
     for name in REQUIRED:
         if not isinstance(record[name], list):
             raise UserError(f"{name!r} is a {type(record[name]).__name__}, not a list with one number a token.")
+        _check_numbers(name, record[name])
+    for name, values in fields.items():
+        if isinstance(values, list):
+            _check_numbers(f"fields[{name!r}]", values)
     group, adapter = record.get("group"), record.get("adapter")
     if not isinstance(group, str | int | None) or not isinstance(adapter, str | None):
         raise UserError(f"'group' is a string or an integer and 'adapter' a string, got {group!r} and {adapter!r}.")
@@ -91,6 +110,23 @@ def sample_from_json(record: object, folder: Path) -> Sample:
         group=group,
         adapter=adapter,
     )
+
+
+def _check_numbers(name: str, values: list[Any]) -> None:
+    """Raises UserError for the first item that no tensor holds."""
+    kinds = set(map(type, values))
+    if kinds <= {float} or (kinds <= {int, bool} and _fits(min(values)) and _fits(max(values))):
+        return
+    for position, item in enumerate(values):
+        if isinstance(item, list):
+            _check_numbers(f"{name}[{position}]", item)
+        elif not isinstance(item, int | float) or not _fits(item):
+            shown = reprlib.repr(item) if item is not None else "null"
+            raise UserError(f"{name}[{position}] is {shown}, not a number that 64 bits hold. Give one number a token.")
+
+
+def _fits(number: float) -> bool:
+    return isinstance(number, float) or -(2**63) <= number < 2**63
 
 
 def _media(item: object, folder: Path) -> Media:

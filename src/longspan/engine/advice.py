@@ -25,9 +25,10 @@ from longspan.engine.pipelines import Played, cut_of, in_flight, plan_stages, sl
 from longspan.errors import UserError
 from longspan.layout import Layout, resolve
 
-__all__ = ["Candidate", "Request", "advise", "bound_s", "cost_of", "explain", "memory_of", "mixer_for"]
+__all__ = ["MOST_GPUS", "Candidate", "Request", "advise", "bound_s", "cost_of", "explain", "memory_of", "mixer_for"]
 
 LEVEL = 1.005  # makespans this close are equal: less context parallelism wins, and a fixed layout over dynamic CP
+MOST_GPUS = 2**16  # that are planned for
 MOST_GIB = 2**14  # of a GPU that anyone could be advised to get
 
 EAGER = (  # benchmarks/results/megatron_gpu.json
@@ -405,7 +406,8 @@ def _smallest_change(request: Request, found: Sequence[Candidate]) -> str:
     while high < MOST_GIB and high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _runs(replace(longest, memory_gib=middle)) else (middle, high)
-    more = next((n for n in (request.gpus * 2**k for k in range(1, 11)) if _runs(replace(longest, gpus=n))), None)
+    sizes = (n for n in (request.gpus * 2**k for k in range(1, 11)) if n <= MOST_GPUS)
+    more = next((n for n in sizes if _runs(replace(longest, gpus=n))), None)
     ways = ([f"{high} GiB a GPU"] if high < MOST_GIB else []) + ([f"{more} GPUs"] if more else [])
     change = " or ".join(ways) or "a smaller model, or a shorter sample: no memory and no number of GPUs helps"
     return (

@@ -62,6 +62,8 @@ class EngineConfig:
     mlp_tile: int = 0
 
     def __post_init__(self) -> None:
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed={self.seed} must be a whole number of 64 bits, -2**63 to 2**63 - 1")
         if self.max_tokens_per_rank != "auto" and self.max_tokens_per_rank < 1:
             raise UserError(
                 f"max_tokens_per_rank={self.max_tokens_per_rank!r} must be a positive number of tokens a rank, or 'auto'"

@@ -24,7 +24,7 @@ from longspan.data.jsonl import read_jsonl
 from longspan.data.machine import Machine
 from longspan.data.shape import ModelShape
 from longspan.data.stage_memory import StageMemory, Trained
-from longspan.engine.advice import Candidate, Request, advise, bound_s, cost_of, explain, memory_of
+from longspan.engine.advice import MOST_GPUS, Candidate, Request, advise, bound_s, cost_of, explain, memory_of
 from longspan.engine.cuts import check_family
 from longspan.engine.pipelines import slowest_stage
 from longspan.errors import UserError
@@ -36,6 +36,8 @@ __all__ = ["PlanOptions", "main", "parse_lengths"]
 
 SPREAD = 64  # samples drawn for a "mean/max" request
 SHOWN = 8  # candidates of a search in the table
+MOST_SAMPLES = 2**17  # of one plan
+DIGITS = 12  # of a length or a count
 FREEZE = ("vision", "embeddings", "layers")
 
 
@@ -58,8 +60,9 @@ class PlanOptions:
     layouts: str | None = None
     """Rank only these: comma-separated layouts such as tp2-sp,pp2,tp2-cp2, as `longspan parity` takes them. All have as many ranks;
     that many is --gpus' default. tp and pp go to the megatron backend."""
-    backend: Literal["fsdp", "megatron", "any"] = "fsdp"
-    """Whose layouts are searched; with --layouts, whose those without tp and pp are."""
+    backend: Literal["fsdp", "megatron", "any"] | None = None
+    """Whose layouts are searched, by default fsdp's; with --layouts, whose those without tp and pp are. An explicit fsdp refuses tp
+    and pp."""
     recompute: Literal["none", "selective", "full"] | None = None
     """Only this policy."""
     max_tokens_per_rank: int | None = None
@@ -106,6 +109,10 @@ def _request(options: PlanOptions) -> Request:
     shape = ModelShape.from_config(config)
     layouts = tuple(parse_layouts(options.layouts).values()) if options.layouts is not None else ()
     backend, left_out = _backend(options, config, layouts)
+    if 0 < options.visual_share <= 1 and shape.vision is None:
+        raise UserError(
+            f"visual_share={options.visual_share:g} needs a vision tower, and {options.model} has none. Leave it out"
+        )
     most = options.max_tokens_per_rank
     if most is not None and most < 1:
         raise UserError(f"max_tokens_per_rank={most} must be a positive number of tokens")
@@ -129,6 +136,8 @@ def _request(options: PlanOptions) -> Request:
     )
     if request.gpus < 1 or not 0 < request.memory_gib < float("inf"):
         raise UserError(f"gpus={request.gpus} and gpu_memory_gib={request.memory_gib:g} must be above 0 and finite")
+    if request.gpus > MOST_GPUS:
+        raise UserError(f"gpus={request.gpus} is above {MOST_GPUS}, the most that are planned. Use fewer")
     return request
 
 
@@ -136,8 +145,13 @@ def _backend(
     options: PlanOptions, config: dict[str, Any], layouts: Sequence[Layout]
 ) -> tuple[Literal["fsdp", "megatron", "any"], str]:
     """Whose layouts are searched, and why megatron's are not where "any" asked for them."""
-    cut = any(layout.tp * layout.pp > 1 for layout in layouts)
-    if options.backend == "fsdp" and not cut:
+    cut = next((layout for layout in layouts if layout.tp * layout.pp > 1), None)
+    if options.backend == "fsdp" and cut is not None:
+        raise UserError(
+            f"--layouts {cut.name} has tp or pp, which need backend='megatron'; the fsdp backend runs dp, cp and ep. "
+            f"Leave --backend out, or give megatron or any"
+        )
+    if options.backend in (None, "fsdp") and cut is None:
         return "fsdp", ""
     try:
         check_family(config.get("architectures"))
@@ -146,10 +160,10 @@ def _backend(
                 "compile=True is not built for backend='megatron'. Leave --compile out, or use backend='fsdp'"
             )
     except UserError as error:
-        if options.backend == "megatron" or cut:
+        if options.backend == "megatron" or cut is not None:
             raise
         return "fsdp", f"megatron's layouts are left out: {error}"
-    return options.backend, ""
+    return options.backend or "fsdp", ""
 
 
 def _gpus(options: PlanOptions, layouts: Sequence[Layout]) -> int:
@@ -201,7 +215,9 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in text.split(","):
         length, times, count = part.partition("x")
-        found += [_positive(length, text)] * (_positive(count, text) if times else 1)
+        many = _positive(count, text) if times else 1
+        _check_count(len(found) + many, text)
+        found += [_positive(length, text)] * many
     return tuple(found)
 
 
@@ -209,20 +225,31 @@ def read_histogram(path: Path) -> tuple[int, ...]:
     """A JSON object {length: count}, as lengths."""
     try:
         counts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--histogram {path} cannot be read: {error}") from error
     if not isinstance(counts, dict) or not counts:
         raise UserError(f'--histogram {path} must be a JSON object of lengths and counts, such as {{"2000": 63}}')
     lengths: list[int] = []
     for length, count in counts.items():
-        lengths += [_positive(str(length), str(path))] * _positive(str(count), str(path))
+        many = _positive(str(count), str(path))
+        _check_count(len(lengths) + many, str(path))
+        lengths += [_positive(str(length), str(path))] * many
     return tuple(lengths)
 
 
-def _positive(word: str, text: str) -> int:
-    if not word.strip().isdecimal() or int(word) < 1:
+def _check_count(many: int, text: str) -> None:
+    if many > MOST_SAMPLES:
         raise UserError(
-            f"lengths {text!r}: {word!r} is not a positive number. Write for example 2000x63,65536 or 4000/64000"
+            f"lengths {text!r} are {many} samples or more, above the {MOST_SAMPLES} that are planned at once. "
+            f"Give the samples of one optimizer step"
+        )
+
+
+def _positive(word: str, text: str) -> int:
+    if not word.strip().isdecimal() or len(word) > DIGITS or int(word) < 1:
+        raise UserError(
+            f"lengths {text!r}: {word!r} is not a positive number of at most {DIGITS} digits. "
+            f"Write for example 2000x63,65536 or 4000/64000"
         )
     return int(word)
 

@@ -23,6 +23,7 @@ __all__ = ["CPGroup", "Layout", "Mesh"]
 MIXERS = ("auto", "ulysses", "ring", "gather", "hybrid")
 INDICES = ("auto", "contiguous", "zigzag")
 LINEARS = ("auto", "state", "heads")
+MOST_RANKS = 2**20  # on one axis: a larger size is a slip of the pen
 
 
 @typed
@@ -47,6 +48,10 @@ class Layout:
         for axis, size in self.axes.items():
             if size < 1:
                 raise UserError(f"layout {axis}={size!r} must be an integer of at least 1")
+            if size > MOST_RANKS:
+                raise UserError(
+                    f"layout {axis}={size} is above {MOST_RANKS}, the most an axis can have. Use fewer ranks."
+                )
         self._check_expert_axes()
         self._check_pipeline()
         self._check_ulysses()
@@ -67,17 +72,19 @@ class Layout:
             raise UserError("sequence_parallel=True needs tp > 1, got tp=1. Leave it out or set tp.")
 
     def _check_ulysses(self) -> None:
+        if self.mixer != "hybrid":
+            if self.ulysses is not None:
+                raise UserError(
+                    f"ulysses={self.ulysses} is the ulysses part of mixer='hybrid', got mixer={self.mixer!r}"
+                )
+            return
         parts = ulysses_parts(self.cp)
-        if self.mixer == "hybrid" and not parts:
+        if not parts:
             raise UserError(
                 f"mixer='hybrid' needs cp = ulysses * ring with both above 1, got cp={self.cp}. "
                 f"Use mixer='ulysses' or 'ring', or a cp such as 4."
             )
-        if self.ulysses is None:
-            return
-        if self.mixer != "hybrid":
-            raise UserError(f"ulysses={self.ulysses} is the ulysses part of mixer='hybrid', got mixer={self.mixer!r}")
-        if self.ulysses not in parts:
+        if self.ulysses is not None and self.ulysses not in parts:
             raise UserError(
                 f"ulysses={self.ulysses} must divide cp={self.cp} and leave a ring. Use ulysses in {parts}."
             )
@@ -117,7 +124,8 @@ class Layout:
 
 def ulysses_parts(cp: int) -> tuple[int, ...]:
     """The ulysses sizes that split cp into ulysses * ring with both above 1."""
-    return tuple(u for u in range(2, cp) if cp % u == 0)
+    small = [u for u in range(2, math.isqrt(cp) + 1) if cp % u == 0]
+    return tuple(sorted({*small, *(cp // u for u in small)}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import tyro
 
 from longspan.data.jsonl import read_jsonl
 from longspan.errors import LongspanError, UserError
+from longspan.launch import check_timeout
 from longspan.layout import parse_layouts
 from longspan.models.loading import read_config
 from longspan.observe import check_writable
@@ -103,6 +104,9 @@ def request_of(options: Options) -> Request:
         raise UserError("--samples and --lengths both say which samples run. Give one of them.")
     if options.steps < 0:
         raise UserError(f"--steps {options.steps} must be 0 or more.")
+    if not 0 <= options.seed < 2**63 - 1:
+        raise UserError(f"--seed {options.seed} must be 0 or more and below 2**63 - 1: a teacher takes the next one.")
+    check_timeout(options.timeout_s)
     return Request(
         model=options.model,
         layouts=parse_layouts(options.layouts),
@@ -123,6 +127,6 @@ def request_of(options: Options) -> Request:
 
 def parse_lengths(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"--lengths {text!r} must be positive whole numbers joined by commas, for example 13,1,40.")
     return [int(part) for part in parts]

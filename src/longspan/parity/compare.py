@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from longspan.data import Sample
+from longspan.data import Sample, check_samples
 from longspan.engine import EngineConfig
 from longspan.errors import LongspanError, RankError, RankLost, UserError
 from longspan.launch import launch, world
@@ -105,6 +105,7 @@ def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
     samples = request.samples
     if samples is None:
         samples = default_samples(reference, request.lengths)
+    check_samples(samples, vocab_size=reference.model.config.get_text_config().vocab_size)
     samples = fill_fields(samples, reference)
     value_head, moe = reference.value_head is not None, is_moe(reference)
     mtp = reference.mtp is not None and reference.mtp.steps > 0
