@@ -77,7 +77,8 @@ def test_our_own_error_travels_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "cores", "threads"), [("cpu", 2, 32, 1), ("cuda", 2, 32, 16), ("cuda", 8, 4, 1)]
+    ("device", "ranks", "cores", "threads"),
+    [("cpu", 2, 32, 1), ("cuda", 2, 32, 8), ("cuda", 4, 16, 4), ("cuda", 8, 4, 1)],
 )
 def test_ranks_share_the_cores(
     device: str, ranks: int, cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
