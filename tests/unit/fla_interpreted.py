@@ -1,4 +1,4 @@
-"""Program of test_deltanet_fla.py: our wrapper of fla on a CPU, in fp32, under Triton's interpreter (TRITON_INTERPRET=1
+"""Program of test_deltanet_interpreted.py: our wrapper of fla on a CPU, in fp32, under Triton's interpreter (TRITON_INTERPRET=1
 before triton is imported), against the torch form in fp64. Prints {case: {tensor: relative L2 error}} as JSON.
 
 The interpreter has no clock to autotune by, so a kernel keeps its first configuration, and its `range` gives Python
