@@ -117,6 +117,21 @@ def slowest_ms(call: Callable[[], Any], repeats: int) -> list[float]:
     return [max(values) for values in zip(*slowest, strict=True)]
 
 
+def wall_ms(call: Callable[[], Any]) -> tuple[float, float]:
+    """(milliseconds of wall clock, allocator's peak in GiB) of one call on this rank: ranks start together, the device is
+    synchronised on both sides. Collective."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+
+
 def causal_flops(lengths: Sequence[int], heads: int, head_dim: int, *, causal: bool = True) -> float:
     """Forward attention: 2 * L^2 * H * D a causal document (4 for full). Backward counts 2.5 times that."""
     return sum((2 if causal else 4) * length * length * heads * head_dim for length in lengths)

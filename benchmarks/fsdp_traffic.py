@@ -9,19 +9,17 @@ that drift meets all alike. `error`: distance of the gradients' norm from that o
 """
 
 import gc
-import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from common import Report, settings
+from common import Report, settings, wall_ms
 from shapes import batch
 from step import Case, build
 
 from longspan import Layout, Objective
 from longspan.engine.optim import gradient_norm
 from longspan.engine.reductions import Traffic
-from longspan.launch import launch, world
+from longspan.launch import launch
 
 # (name, row lengths, layout, tokens a rank): rows of a micro-step fill the budget
 CASES = (
@@ -40,7 +38,7 @@ def measure(number: int, smoke: bool, repeats: int) -> list[dict[str, Any]]:
     engine = build(Case("traffic", name, lengths, layout), smoke, tokens)
     samples, objective = batch(lengths, engine.adapter.vocab_size), Objective("ppo", clip=0.2, entropy=0.001)
     told = engine.forward_backward(samples, objective)
-    steps, on_gpu = int(told["plan/micro_steps"]), world().device.type == "cuda"
+    steps = int(told["plan/micro_steps"])
     known = {"case": name, "layout": engine.mesh.layout.name, "micro_steps": steps}
     known["chosen"] = (
         f"{'once' if told['plan/reductions'] == 1 else 'each'}, {'once' if told['plan/gathers'] == 1 else 'twice'}"
@@ -56,16 +54,8 @@ def measure(number: int, smoke: bool, repeats: int) -> list[dict[str, Any]]:
             engine.reductions.traffic = lambda plan, rooms, made=made: made
             engine.clear_gradients()
             gc.collect()
-            if on_gpu:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            dist.barrier()
-            start = time.perf_counter()
-            engine.forward_backward(samples, objective)
-            if on_gpu:
-                torch.cuda.synchronize()
-                found[choice]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            found[choice]["ms"] += [(time.perf_counter() - start) * 1e3] if repeat else []  # the first one warms up
+            ms, found[choice]["peak_gib"] = wall_ms(lambda: engine.forward_backward(samples, objective))
+            found[choice]["ms"] += [ms] if repeat else []  # the first one warms up
             parameters = [parameter for _, parameter in engine.backend.named_parameters()]
             found[choice]["norm"] = float(gradient_norm(parameters, engine.mesh.all))
     every: list[Any] = [None] * dist.get_world_size()

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Report, Settings, device, settings
+from common import Report, Settings, device, settings, wall_ms
 from shapes import batch, config_of
 
 from longspan import AdamW, Engine, EngineConfig, Objective
@@ -298,16 +298,7 @@ def time_step(way: Way, asked: Settings) -> list[dict[str, Any]]:
 def timed(call: Callable[[], Any], before: Callable[[], None] = lambda: None) -> tuple[float, float]:
     """(ms, peak GiB) of one call: the slower and the fuller rank's."""
     before()
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    if on_gpu:
-        torch.cuda.synchronize()
-    mine = ((time.perf_counter() - start) * 1e3, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0)
+    mine = wall_ms(call)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return max(ms for ms, _ in every), round(max(peak for _, peak in every), 2)

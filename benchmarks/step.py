@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import PEAK_TFLOPS, Report, Settings, causal_flops, settings, times_ms
+from common import PEAK_TFLOPS, Report, Settings, causal_flops, settings, times_ms, wall_ms
 from shapes import batch, config_of, lora_of, picture_batch
 from timeline import device_time
 from transformers import PretrainedConfig
@@ -178,18 +178,8 @@ def _measure(engine: Engine, case: Case, repeats: int, smoke: bool) -> dict[str,
     else:
         samples = picture_batch(case.lengths, engine.adapter, *([16] if smoke else []))
     objective = Objective("ppo", clip=0.2, entropy=0.001)
-    times, on_gpu = [], world().device.type == "cuda"
-    for repeat in range(repeats + 2):
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        dist.barrier()
-        start = time.perf_counter()
-        engine.forward_backward(samples, objective)
-        if on_gpu:
-            torch.cuda.synchronize()
-        times += [(time.perf_counter() - start) * 1e3] if repeat > 1 else []
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    runs = [wall_ms(lambda: engine.forward_backward(samples, objective)) for _ in range(repeats + 2)]
+    times, peak = [ms for ms, _ in runs[2:]], runs[-1][1]
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, (times, peak))
     ms = [max(values) for values in zip(*(one[0] for one in every), strict=True)]
@@ -202,7 +192,7 @@ def _measure(engine: Engine, case: Case, repeats: int, smoke: bool) -> dict[str,
     }
     if engine.adapter.reader is not None:
         row |= _tower(engine, samples, repeats)
-    if case.part in ("one", "cp", "short", "nccl") and on_gpu:
+    if case.part in ("one", "cp", "short", "nccl") and world().device.type == "cuda":
         row["device_ms"] = device_time(lambda: engine.forward_backward(samples, objective))
     return row
 
