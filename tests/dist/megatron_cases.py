@@ -1,30 +1,35 @@
-"""What the tests of the megatron backend share: jobs that hold layouts against the oracle, with a fault planted last.
+"""What the tests of the megatron backend share: jobs that hold layouts against the oracle, and faults to plant in them.
 
-Few launches with many layouts each: importing megatron-core costs 8 s a process.
+Few launches with many layouts each: importing megatron-core costs 8 s a process. Every layout is also held in two calls of
+which the second has one token, so that ranks have nothing to do.
 """
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from ragged import calls
 
-from longspan import launch
+from longspan import Engine, EngineConfig, launch
 from longspan.launch import world
 from longspan.layout import parse_layout
 from longspan.models.loading import build_random
 from longspan.models.tiny import tiny
+from longspan.parity import differences
 from longspan.parity.cases import ALL, PPO, Case
-from longspan.parity.checks import Truth, check_layout
+from longspan.parity.checks import Truth, check_layout, tight_budget
 from longspan.parity.compare import Request, prepare
 from longspan.parity.reference import Reference
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: see docs/megatron.md"
 )
-LENGTHS = (13, 1, 22, 7, 5, 3)  # the last row trains nothing; two rows are shorter than any CP
+LENGTHS = (13, 1, 22, 7, 5, 2)  # the last row trains nothing; two rows are shorter than CP=3
 CASES = {
     "ppo": Case("ppo", "ppo", PPO),
     "together": Case("together", "ppo", {**PPO, **ALL, "value": 0.5, "value_clip": 0.2}, "sample"),
@@ -32,6 +37,7 @@ CASES = {
     "moe_aux": Case("moe_aux", "reinforce", {"moe_aux": 1.0}),
     "moe_z": Case("moe_z", "reinforce", {"moe_z": 1.0}, "sample"),
 }
+APART = Case("apart", "reinforce", {}, "constant", 60.0)  # its calls share a denominator
 
 
 @contextmanager
@@ -65,83 +71,120 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One model on layouts of as many ranks; the last layout once more with a fault planted."""
+    """One model on layouts of as many ranks; faults: of a layout that runs once more with a fault planted."""
 
     model: str
     layouts: tuple[str, ...]
     cases: tuple[str, ...]
-    fault: str | None = None
-    dtype: str = "float64"
+    faults: Mapping[str, str] = field(default_factory=dict)
     checks: tuple[str, ...] = ("start", "logprob", "gradient", "weights")
-    num_layers: int = 2
+    over: Mapping[str, int] = field(default_factory=dict)  # of the model's tiny config
 
     @property
     def name(self) -> str:
-        return self.model if self.num_layers == 2 else f"{self.model}-{self.num_layers}"
+        return " ".join([self.model, *(f"{key}={value}" for key, value in self.over.items())])
 
     def path(self, folder) -> str:
-        """ "tiny:<family>", or a folder of the same model with more layers."""
-        if self.num_layers == 2:
+        """ "tiny:<family>", or a folder of the same model with other sizes."""
+        if not self.over:
             return f"tiny:{self.model}"
-        target = folder / f"model-{self.name}"
+        target = folder / self.name
         if not target.exists():
-            build_random(tiny(self.model, num_hidden_layers=self.num_layers), torch.float32, 0).save_pretrained(target)
+            build_random(tiny(self.model, **self.over), torch.float32, 0).save_pretrained(target)
         return str(target)
 
 
+def once(make):
+    """`make`, called once for each argument, even if it fails: each test that asks again fails alike, at once."""
+    made = {}
+
+    def of(key):
+        if key not in made:
+            made[key] = Future()
+            try:
+                made[key].set_result(make(key))
+            except Exception as error:
+                made[key].set_exception(error)
+        return made[key].result()
+
+    return of
+
+
+def engine_of(model, name, backend="megatron", **settings):
+    """An engine of a tiny model under a layout's name."""
+    settings = {"max_tokens_per_rank": 48, **settings}
+    return Engine.build(EngineConfig(model, layout=parse_layout(name), backend=backend, **settings))
+
+
 def prepared(job, folder):
-    """The plan of a job; the oracle's answers go to `folder`."""
+    """The plan of a job, and the oracle's answers."""
     request = Request(
         job.path(folder),
         {},
-        dtype=job.dtype,
         backend="megatron",
         lengths=LENGTHS,
         checks=job.checks,
         steps=2,
-        cases=tuple(CASES[name] for name in job.cases),
+        cases=(*(CASES[name] for name in job.cases), APART),
     )
-    dtype = torch.float64 if job.dtype == "float64" else torch.float32
-    plan, truth = prepare(request, Reference(request.model, dtype=dtype, value_head=True))
-    torch.save(truth, folder / f"{job.name}.pt")
-    return plan
+    return prepare(request, Reference(request.model, dtype=torch.float64, value_head=True))
 
 
-def check(plan, path, layouts, fault):
-    """In every rank: each layout's cells and digest, then the cells of the last layout with the fault planted."""
+def check(plan, path, job):
+    """In every rank: each layout's cells and digest by its name, and cells where a fault is planted by (layout, fault)."""
     compares = world().rank == 0
     truth = torch.load(path, weights_only=False) if compares else Truth.empty()
     found = {}
-    for name in layouts:
+    for name in job.layouts:
         own = replace(plan, config=replace(plan.config, layout=parse_layout(name)))
         findings = check_layout(name, own, truth, compares=compares)
+        check_apart(own, truth, findings)
         found[name] = (findings.cells, findings.digest.hexdigest())
-    if fault is not None:
-        with replaced(*FAULTS[fault]):
-            own = replace(own, checks=("gradient",))
-            found["fault"] = (check_layout("fault", own, truth, compares=compares).cells, "")
+        if name in job.faults:
+            with replaced(*FAULTS[job.faults[name]]):
+                faulty = check_layout("fault", replace(own, checks=("gradient",)), truth, compares=compares)
+            found[name, job.faults[name]] = (faulty.cells, "")
     return found
 
 
-def run(jobs, folder, more=None):
-    """All jobs in one launch: (model, layout) -> cells of rank 0 and how many ranks were told other numbers."""
-    plans = [prepared(job, folder) for job in jobs]
+def check_apart(plan, truth, findings):
+    """The gradient of two calls, the second of one row (one token, where the model does not see)."""
+    layout, limits, lengths = plan.config.layout, plan.limits, [len(sample) for sample in plan.samples]
+    engine = Engine.build(replace(plan.config, max_tokens_per_rank=tight_budget(lengths, layout.cp, layout.dp)))
+    for samples in calls(plan.samples):
+        engine.forward_backward(samples, APART.objective(), normalise=APART.normalise, denominator=APART.denominator)
+    gradients = engine.gradients()
+    findings.saw(gradients)
+    findings.add(
+        "gradient",
+        "two calls",
+        limits.gradient,
+        lambda: differences.parameters(gradients, truth.gradients[APART.name], limits.zero),
+    )
+
+
+def run(jobs, folder):
+    """All jobs in one launch: (job, layout or (layout, fault)) -> cells of rank 0 and how many ranks were told other numbers."""
+    plans, paths = [], [folder / f"{number}.pt" for number in range(len(jobs))]
+    for job, path in zip(jobs, paths, strict=True):
+        plan, truth = prepared(job, folder)
+        torch.save(truth, path)
+        plans.append(plan)
 
     def body():
-        found = [check(plan, folder / f"{j.name}.pt", j.layouts, j.fault) for j, plan in zip(jobs, plans, strict=True)]
-        return found, more(folder) if more is not None else None
+        return [check(*each) for each in zip(plans, paths, jobs, strict=True)]
 
     results = launch(body, ranks=parse_layout(jobs[0].layouts[0]).ranks, timeout_s=250)
     table = {}
     for number, job in enumerate(jobs):
-        for name, (cells, digest) in results[0][0][number].items():
-            odd = sum(result[0][number][name][1] != digest for result in results)
+        for name, (cells, digest) in results[0][number].items():
+            odd = sum(result[number][name][1] != digest for result in results)
             table[job.name, name] = (cells, odd)
-    return table, results[0][1]
+    return table
 
 
-def hold(table, model, layout):
-    cells, odd = table[model, layout]
+def hold(table, job, layout):
+    cells, odd = table[job, layout]
     missed = [cell for cell in cells if not cell.passed]
     assert cells and not missed, missed
     assert not odd, f"{odd} ranks of {layout} were told other numbers than rank 0"

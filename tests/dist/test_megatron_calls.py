@@ -4,27 +4,20 @@ Also what a call that stops half-way leaves, and SGD's momentum in a checkpoint.
 """
 
 import pytest
-import torch
-from megatron_cases import MODEL, installed, replaced
+from megatron_cases import MODEL, engine_of, installed, replaced
+from ragged import ragged
 
-from longspan import SGD, Engine, EngineConfig, Objective, Sample, launch
+from longspan import SGD, Objective, launch
 from longspan.errors import UserError
-from longspan.layout import parse_layout
 
-SIZES = (1, 3, 2)  # samples a call
+SIZES = (1, 1, 2, 2)  # samples a call: one has one token, and ranks have nothing to do
 LENGTHS = (13, 1, 22, 7, 9, 30)
 OBJECTIVE = Objective("reinforce", entropy=0.01, moe_aux=1.0, moe_z=0.1)
+TWO, THREE = ("tp2-sp", "cp2-ring-ep2"), ("cp3-ring",)
 
 
 def samples():
-    generator = torch.Generator().manual_seed(3)
-    made = []
-    for length in LENGTHS:
-        ids = torch.randint(0, 90, (length + 1,), generator=generator)
-        made.append(
-            Sample(ids[:-1], ids[1:], torch.ones(length), {"advantage": torch.randn(length, generator=generator)})
-        )
-    return made
+    return ragged(lengths=LENGTHS, tempered=False)
 
 
 def calls():
@@ -82,10 +75,7 @@ def torn(engine):
 
 
 def build(name):
-    layout = parse_layout(name)
-    return Engine.build(
-        EngineConfig("tiny:qwen3_moe", layout=layout, backend="megatron", dtype="float64", max_tokens_per_rank=48)
-    )
+    return engine_of("tiny:qwen3_moe", name, dtype="float64")
 
 
 def stepped(engine):
@@ -104,16 +94,21 @@ def resumed(folder):
     return [stepped(engine) for engine in (first, other, forgetful)]
 
 
+def added(name):
+    """Gradients of one call, of several, and of several of a model that divides, with and without the mend."""
+    engine = build(name)
+    return engine, {
+        "one": accumulate(engine, [samples()], OBJECTIVE),
+        "several": accumulate(engine, calls(), OBJECTIVE),
+        "scaled": divided(engine, calls(), scaled=True),
+        "divided": divided(engine, calls(), scaled=False),
+    }
+
+
 def body(folder):
     found = {"resumed": resumed(folder)}
-    for name in ("tp2-sp", "cp2-ring-ep2"):
-        engine = build(name)
-        found[name] = {
-            "one": accumulate(engine, [samples()], OBJECTIVE),
-            "three": accumulate(engine, calls(), OBJECTIVE),
-            "scaled": divided(engine, calls(), scaled=True),
-            "divided": divided(engine, calls(), scaled=False),
-        }
+    for name in TWO:
+        engine, found[name] = added(name)
         if name == "tp2-sp":
             found["torn"] = torn(engine)
     with pytest.raises(UserError, match=r"per_call_grad_scaling\(0\)"), engine.backend.per_call_grad_scaling(0):
@@ -126,21 +121,26 @@ def two_ranks(tmp_path_factory):
     return launch(body, tmp_path_factory.mktemp("calls") / "run", ranks=2, timeout_s=120)[0]
 
 
+@pytest.fixture(scope="module")
+def every_layout(two_ranks):
+    return two_ranks | launch(lambda: {name: added(name)[1] for name in THREE}, ranks=3, timeout_s=90)[0]
+
+
 def distance(got, want):
     return max(float((got[name] - value).norm() / value.norm().clamp(min=1e-12)) for name, value in want.items())
 
 
 @installed
-@pytest.mark.parametrize("layout", ["tp2-sp", "cp2-ring-ep2"])
-def test_three_unequal_calls_equal_one(two_ranks, layout):
-    found = two_ranks[layout]
-    assert distance(found["three"], found["one"]) <= 1e-12
+@pytest.mark.parametrize("layout", TWO + THREE)
+def test_unequal_calls_equal_one(every_layout, layout):
+    found = every_layout[layout]
+    assert distance(found["several"], found["one"]) <= 1e-12
 
 
 @installed
-@pytest.mark.parametrize("layout", ["tp2-sp", "cp2-ring-ep2"])
-def test_calls_of_a_model_that_divides_add_under_per_call_grad_scaling(two_ranks, layout):
-    found = two_ranks[layout]
+@pytest.mark.parametrize("layout", TWO + THREE)
+def test_calls_of_a_model_that_divides_add_under_per_call_grad_scaling(every_layout, layout):
+    found = every_layout[layout]
     # not 1e-12: norms compute in fp32, as Hugging Face's, and round a gradient of another scale otherwise (2.3e-7)
     assert distance(found["scaled"], found["one"]) <= 1e-6
     assert distance(found["divided"], found["one"]) > 0.1, "without it they are averages"

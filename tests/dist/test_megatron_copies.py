@@ -1,33 +1,23 @@
-"""Weights that tensor-parallel ranks repeat stay alike, bit for bit, whatever rounding a rank's own gradient has."""
+"""Weights that tensor-parallel ranks repeat stay alike, bit for bit, whatever rounding a rank's own gradient has; and those
+that data ranks repeat, of which each moves a slice.
+"""
 
 import pytest
 import torch
-from megatron_cases import BACKEND, installed, replaced
+from megatron_cases import BACKEND, engine_of, installed, once, replaced
+from ragged import ragged
 
-from longspan import AdamW, Engine, EngineConfig, Objective, Sample, launch
+from longspan import AdamW, Objective, launch
 from longspan.engine.megatron.copies import digest
 from longspan.errors import CheckpointError
 from longspan.launch import world
 from longspan.layout import parse_layout
 
 
-def samples():
-    generator = torch.Generator().manual_seed(3)
-    made = []
-    for length in (13, 7):
-        ids = torch.randint(0, 90, (length + 1,), generator=generator)
-        fields = {"advantage": torch.randn(length, generator=generator)}
-        made.append(Sample(ids[:-1], ids[1:], torch.ones(length), fields))
-    return made
-
-
 def stepped(name):
     """An engine after one step in which the second rank's gradients of repeated parameters had another last bit."""
-    config = EngineConfig(
-        "tiny:qwen3_moe", layout=parse_layout(name), backend="megatron", max_tokens_per_rank=48, value_head=True
-    )
-    engine = Engine.build(config)
-    engine.forward_backward(samples(), Objective("reinforce", moe_aux=0.1))
+    engine = engine_of("tiny:qwen3_moe", name, value_head=True)
+    engine.forward_backward(ragged(lengths=(13, 1, 7), tempered=False), Objective("reinforce", moe_aux=0.1))
     backend = engine.backend
     repeated = [name for name, entry in backend.trainable() if entry.axis != "tp"]
     for parameter in (backend.parameters[name] for name in repeated if world().rank == 1):
@@ -45,40 +35,55 @@ def saved(engine, path):
     return ""
 
 
-def body(folder):
+FAULTS = {  # layout -> what would keep its copies alike, left out
+    "tp2": ("spread_first", lambda real: lambda tensors, group: None),
+    "cp3-ring": (
+        "whole_from_slices",
+        lambda real: lambda part, like, group: like,
+    ),  # each rank moves its own slice alone
+}
+LAYOUTS = {2: ("tp2", "tp2-sp"), 3: ("cp3-ring",)}
+
+
+def body(folder, layouts):
     found = {}
-    for name in ("tp2", "tp2-sp"):
+    for name in layouts:
         engine, bits = stepped(name)
         found[name] = bits, saved(engine, folder / name)
-    with replaced(BACKEND + "spread_first", lambda real: lambda tensors, group: None):
-        engine, bits = stepped("tp2")
-        found["fault"] = bits, saved(engine, folder / "fault")
+        if name in FAULTS:
+            target, make = FAULTS[name]
+            with replaced(BACKEND + target, make):
+                engine, bits = stepped(name)
+                found[name, "fault"] = bits, saved(engine, folder / f"{name} fault")
     return found
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copies")
-    return launch(body, folder, ranks=2, timeout_s=120), folder
+    return once(lambda ranks: launch(body, folder, LAYOUTS[ranks], ranks=ranks, timeout_s=120)), folder
 
 
 @installed
-@pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
-def test_repeated_weights_stay_alike(results, layout):
-    (first, second), folder = results
-    assert first[layout] == second[layout]
+@pytest.mark.parametrize(("ranks", "layout"), [(ranks, name) for ranks, names in LAYOUTS.items() for name in names])
+def test_repeated_weights_stay_alike(results, ranks, layout):
+    of, folder = results
+    first, *others = of(ranks)
+    assert all(other[layout] == first[layout] for other in others)
     assert first[layout][1] == ""
     assert (folder / layout / "manifest.json").is_file()
 
 
 @installed
-def test_weights_that_parted_are_seen_and_not_saved(results):
-    (first, second), folder = results
-    parted = [name for name, bits in first["fault"][0].items() if bits != second["fault"][0][name]]
+@pytest.mark.parametrize("layout", FAULTS)
+def test_weights_that_parted_are_seen_and_not_saved(results, layout):
+    of, folder = results
+    found = [each[layout, "fault"] for each in of(parse_layout(layout).ranks)]
+    parted = [name for name, bits in found[0][0].items() if bits != found[1][0][name]]
     assert any("experts" in name for name in parted) and any("layernorm" in name for name in parted), parted
-    for found in (first, second):
-        assert "ranks 0 and 1 hold" in found["fault"][1] and "drifted apart" in found["fault"][1]
-    assert not (folder / "fault").exists()
+    for _, said in found:
+        assert "ranks 0 and 1 hold" in said and "drifted apart" in said
+    assert not (folder / f"{layout} fault").exists()
 
 
 def test_a_digest_sees_one_bit_and_one_swap():

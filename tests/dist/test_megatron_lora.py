@@ -5,12 +5,12 @@ import zlib
 
 import pytest
 import torch
-from megatron_cases import installed, replaced
+from megatron_cases import engine_of, installed, replaced
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from ragged import RULE, calls, ragged
 
-from longspan import AdamW, Engine, EngineConfig, Objective, Sample, launch
-from longspan.layout import parse_layout
+from longspan import AdamW, Objective, launch
 from longspan.models.loading import load_model
 from longspan.parity.oracle_attention import use_plain_layers
 from longspan.parity.reference import Reference, load_plain
@@ -23,34 +23,25 @@ CONFIGS = {
         r=2, init_lora_weights=False, lora_alpha=16, use_rslora=True, target_modules=r".*layers\.1.*(k|o|gate)_proj"
     ),
 }
-LAYOUTS = ("tp2", "tp2-sp", "pp2", "cp2-ring")
+TWO, THREE = ("tp2", "tp2-sp", "pp2", "cp2-ring"), ("cp3-ring", "cp3-gather")
+LAYOUTS = TWO + THREE
 STEP = AdamW(lr=1e-2, clip_norm=0.01)
 
 
 def samples():
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for number, length in enumerate((13, 1, 40, 7, 29, 3)):
-        ids = torch.randint(0, 90, (length + 1,), generator=generator)
-        mask = (torch.rand(length, generator=generator) > 0.3).float()
-        fields = {
-            "advantage": torch.randn(length, generator=generator).double(),
-            "old_logprob": torch.full((length,), -4.5),
-        }
-        made.append(Sample(ids[:-1], ids[1:], mask, fields, adapter="ab"[number % 2]))
-    return made
+    return ragged(adapters="ab", tempered=False)
 
 
-def build(name, backend="megatron", **settings):
+def build(name, backend="megatron", model="qwen3", **settings):
     """Recomputed in full, so that backward meets another micro-step's adapters if it can."""
     defaults = {"dtype": "float64", "max_tokens_per_rank": 44, "lora": CONFIGS, "recompute": "full"}
-    settings = {"model": "tiny:qwen3", **defaults, **settings}
-    return Engine.build(EngineConfig(layout=parse_layout(name), backend=backend, **settings))
+    return engine_of(f"tiny:{model}", name, backend, **{**defaults, **settings})
 
 
 def stepped(engine):
-    """Gradients of all adapters, then the weights after a step of each."""
-    engine.forward_backward(samples(), Objective("importance_sampling"))
+    """Gradients of all adapters from two calls, of which one has one token; then the weights after a step of each."""
+    for part in calls(samples()):
+        engine.forward_backward(part, Objective("importance_sampling"), **RULE)
     gradients = engine.gradients()
     for adapter in CONFIGS:
         engine.optim_step(STEP, adapter=adapter)
@@ -72,7 +63,7 @@ def of_other_families(given):
         config = {"x": LoraConfig(r=3, init_lora_weights=False, target_modules=targets)}
         both = []
         for name, backend in (("tp2-sp", "megatron"), ("dp2", "fsdp")):
-            engine = build(name, backend, model=f"tiny:{model}", lora=config, max_tokens_per_rank=80)
+            engine = build(name, backend, model, lora=config, max_tokens_per_rank=80)
             engine.forward_backward(given[model], Objective("importance_sampling"))
             both.append(engine.gradients())
         found[model] = distance(*both)
@@ -85,7 +76,7 @@ def with_media(model):
 
 
 def every_layout(folder):
-    found = {name: stepped(build(name)) for name in LAYOUTS}
+    found = {name: stepped(build(name)) for name in TWO}
     engine = build("tp2-sp")
     stepped(engine)
     engine.save(folder + "/checkpoint")
@@ -115,26 +106,27 @@ def oracle():
     for sample in given:
         for layer in layers:
             layer.set_adapter([name for name in layer.lora_A if name == sample.adapter])
-        trained = sum(other.num_trained for other in given if other.adapter == sample.adapter)
         logits = model(input_ids=sample.input_ids[None]).logits[0]
         logprob = logits.log_softmax(-1).gather(-1, sample.target_ids[:, None])[:, 0]
         ratio = (logprob - sample.fields["old_logprob"]).exp()
-        (-(ratio * sample.fields["advantage"] * sample.mask).sum() / trained).backward()
+        (-(ratio * sample.fields["advantage"] * sample.mask).sum() / RULE["denominator"]).backward()
     named = dict(model.named_parameters())
     weights = {name: parameter.detach() for name, parameter in named.items()}
     return weights, {name: p.grad for name, p in named.items() if "lora_" in name}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def every_rank(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     given = {model: with_media(model) for model in MORE}
     more = of_other_families
     results = launch(lambda: {**every_layout(str(folder)), "more": more(given)}, ranks=2, timeout_s=200)
+    three = launch(lambda: {name: stepped(build(name)) for name in THREE}, ranks=3, timeout_s=90)
     for name in LAYOUTS:
-        for mine, other in zip(results[0][name], results[1][name], strict=True):
+        first, *others = (rank[name] for rank in (results if name in TWO else three))
+        for mine, other in (pair for each in others for pair in zip(first, each, strict=True)):
             assert all(torch.equal(mine[key], other[key]) for key in mine), name
-    return results[0], oracle(), folder
+    return results[0] | three[0], oracle(), folder
 
 
 def distance(got, want):
@@ -144,15 +136,15 @@ def distance(got, want):
 
 @installed
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_adapters_equal_plain_peft(two_ranks, name):
-    found, (_, gradients), _ = two_ranks
+def test_adapters_equal_plain_peft(every_rank, name):
+    found, (_, gradients), _ = every_rank
     assert distance(found[name][0], gradients) <= 1e-8
 
 
 @installed
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_moves_one_adapter_and_never_the_base(two_ranks, name):
-    found, (start, gradients), _ = two_ranks
+def test_a_step_moves_one_adapter_and_never_the_base(every_rank, name):
+    found, (start, gradients), _ = every_rank
     weights, reference = found[name][1], found[LAYOUTS[0]][1]
     assert distance(weights, reference) <= 1e-8
     for key, value in start.items():
@@ -160,20 +152,20 @@ def test_a_step_moves_one_adapter_and_never_the_base(two_ranks, name):
 
 
 @installed
-def test_a_gradient_that_stays_on_its_tensor_parallel_rank_is_found(two_ranks):
-    found, (_, gradients), _ = two_ranks
+def test_a_gradient_that_stays_on_its_tensor_parallel_rank_is_found(every_rank):
+    found, (_, gradients), _ = every_rank
     assert distance(found["fault"][0], gradients) > 1e-3
 
 
 @installed
-def test_adapters_and_their_moments_load_under_another_layout(two_ranks):
-    after, resumed = two_ranks[0]["resumed"]
+def test_adapters_and_their_moments_load_under_another_layout(every_rank):
+    after, resumed = every_rank[0]["resumed"]
     assert distance(resumed, after) <= 1e-12
 
 
 @installed
-def test_adapters_are_exported_in_full(two_ranks):
-    found, _, folder = two_ranks
+def test_adapters_are_exported_in_full(every_rank):
+    found, _, folder = every_rank
     after = found["resumed"][0]
     adapter, _ = load_model(str(folder / "merged"), torch.float64)
     name = "model.layers.0.self_attn.q_proj"
@@ -187,5 +179,5 @@ def test_adapters_are_exported_in_full(two_ranks):
 
 @installed
 @pytest.mark.parametrize("model", MORE)
-def test_adapters_of_other_families_equal_the_fsdp_backend_s(two_ranks, model):
-    assert two_ranks[0]["more"][model] <= 1e-8
+def test_adapters_of_other_families_equal_the_fsdp_backend_s(every_rank, model):
+    assert every_rank[0]["more"][model] <= 1e-8
