@@ -21,19 +21,17 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class DeltaChoice:
-    """A kernel and how it likes its rows cut."""
+    """A kernel by name and how to make it."""
 
     name: str
     make: Callable[[Pieces, torch.device], DeltaKernel]
-    longest: int | None  # tokens of a piece in rows whose documents span ranks; None: runs stay whole
 
 
 def choose_delta_kernel(device: torch.device, dtype: torch.dtype) -> DeltaChoice:
     """By device, dtype and what is installed."""
     if device.type == "cuda" and dtype in HALF and find_spec("fla") is not None:
-        # 8192 tokens: 128 chunks a scan; a 32k run becomes 4 scans of 64 blocks, which fill an H200's 132 SMs
-        return DeltaChoice("fla", _make_fla, 8192)
-    return DeltaChoice("torch", TorchDeltaKernel, None)
+        return DeltaChoice("fla", _make_fla)
+    return DeltaChoice("torch", TorchDeltaKernel)
 
 
 def _make_fla(pieces: Pieces, device: torch.device) -> DeltaKernel:

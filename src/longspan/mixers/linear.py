@@ -8,7 +8,8 @@ Both take what a layer's projections make of this rank's tokens and return the r
 and gate. Token order is what a recurrence needs, so the row is `contiguous`; boundaries come from SeqInfo alone (law
 6). Traffic a layer, forward, of T_local tokens: heads moves (2 H_k D_k + 2 H D_v + 2 H) numbers a token; state moves
 3 tokens of the convolution's channels and one [H, D_k, D_k + D_v] map a rank, whatever T_local is. So `auto` is
-`state`.
+`state`: forward and backward of one 64k document, 16/32 heads of 128, take 28.21 ms on one H200, on two 16.97 (state)
+and 23.84 (heads).
 """
 
 from dataclasses import dataclass
@@ -96,14 +97,11 @@ def prepare_linear(
     """
     if how not in LINEARS:
         raise UserError(f"linear={how!r} is unknown. Use one of {', '.join(map(repr, LINEARS))}.")
-    choice = choose_delta_kernel(device, dtype)
     shared = how == "heads" and info.size > 1
     pieces = cut_pieces(info)  # refuses an order that is not contiguous
     if shared:
         pieces = whole_pieces(info)
-    elif pieces.exchanged:
-        pieces = cut_pieces(info, choice.longest)
-    kernel = choice.make(pieces, device)
+    kernel = choose_delta_kernel(device, dtype).make(pieces, device)
     return LinearPrepared("heads" if shared else "state", pieces, info.group, kernel, {} if selective else None)
 
 

@@ -1,10 +1,12 @@
 """Media to patches for the Qwen-VL towers: grids from the header alone, pixels only where they are needed.
 
 A grid (t, h, w) counts patches; t*h*w/merge^2 visual tokens come of it. `grid()` reads no more than an image's
-size, so that every rank can check a batch cheaply; `pixels()` decodes, resizes (smart_resize), normalises and cuts
-into patches [t*h*w, C] fp32 with Hugging Face's PIL processor. A video is a list of frames: t = ceil(frames /
-temporal_patch), the last frame repeated. Sizes come from the model's config, resize limits and normalisation from
-the folder's (video_)preprocessor_config.json, if any.
+size, so that every rank can check a batch cheaply; `frames()` decodes and resizes (smart_resize) on the host, as
+Hugging Face's PIL processor does, and `patches()` normalises and cuts them into patches [t*h*w, C] fp32 wherever they
+are: bytes travel to a GPU, an eighth of what the patches of an image would be. A byte has 256 values, so normalisation
+is a table, made by that processor: the same bits. A video is a list of frames: t = ceil(frames / temporal_patch), the
+last frame repeated. Sizes come from the model's config, resize limits and normalisation from the folder's
+(video_)preprocessor_config.json, if any.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class MediaReader:
     temporal: int
     image: Limits
     video: Limits
+    normal: Tensor  # [3, 256] fp32 CPU: what each byte of each channel becomes
     share: bool = True  # encode identical media of a row once
 
     @property
@@ -88,27 +91,27 @@ class MediaReader:
         frames, height, width = grid
         return [height * width // self.merge**2] * frames
 
-    def pixels(self, media: Image | Video) -> Tensor:
-        """Patches [t*h*w, C] fp32, in the order that the tower expects."""
+    def frames(self, media: Image | Video) -> Tensor:
+        """Decoded and resized: [F, H, W, 3] uint8 CPU; an image is one frame."""
         frames = [media.load()] if isinstance(media, Image) else [PIL.Image.fromarray(frame) for frame in media.load()]
         height, width = self.resized(media, len(frames))
-        resized = [np.asarray(frame.resize((width, height), self.processor.resample)) for frame in frames]
-        return torch.from_numpy(self._patchify(np.stack(resized).transpose(0, 3, 1, 2)))
+        return torch.from_numpy(
+            np.stack([np.asarray(frame.resize((width, height), self.processor.resample)) for frame in frames])
+        )
 
-    def _patchify(self, frames: np.ndarray) -> np.ndarray:
-        """[F, 3, H, W] uint8 -> [t*h*w, C]; the axis order of Qwen3VLVideoProcessor.patchify."""
-        scaled = np.stack([self._normalise(frame) for frame in frames])
-        missing = -len(scaled) % self.temporal
-        scaled = np.concatenate([scaled, np.repeat(scaled[-1:], missing, axis=0)])
-        t, h, w = len(scaled) // self.temporal, scaled.shape[2] // self.factor, scaled.shape[3] // self.factor
-        cut = scaled.reshape(t, self.temporal, 3, h, self.merge, self.patch, w, self.merge, self.patch)
-        cut = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)  # t, h, w, mh, mw, channel, frame, ph, pw
-        return np.ascontiguousarray(cut.reshape(-1, self.patch_width), dtype=np.float32)
+    def patches(self, frames: Tensor) -> Tensor:
+        """[F, H, W, 3] uint8 -> [t*h*w, C] fp32 on their device; the axis order of Qwen3VLVideoProcessor.patchify."""
+        missing = -len(frames) % self.temporal
+        frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
+        t, h, w = len(frames) // self.temporal, frames.shape[1] // self.factor, frames.shape[2] // self.factor
+        cut = frames.reshape(t, self.temporal, h, self.merge, self.patch, w, self.merge, self.patch, 3)
+        cut = cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7)  # t, h, w, mh, mw, channel, frame, ph, pw
+        place = cut.int() + 256 * torch.arange(3, dtype=torch.int32, device=cut.device).view(3, 1, 1, 1)
+        return self.normal.to(cut.device).flatten().index_select(0, place.flatten()).view(-1, self.patch_width)
 
-    def _normalise(self, frame: np.ndarray) -> np.ndarray:
-        """[3, H, W] uint8 -> fp32, as the processor does with an image."""
-        scaled = self.processor.rescale(frame, self.processor.rescale_factor)
-        return self.processor.normalize(scaled, self.processor.image_mean, self.processor.image_std)
+    def pixels(self, media: Image | Video) -> Tensor:
+        """Patches [t*h*w, C] fp32 CPU, in the order that the tower expects."""
+        return self.patches(self.frames(media))
 
 
 def media_reader(vision: PretrainedConfig, folder: str | None) -> MediaReader:
@@ -137,8 +140,22 @@ def media_reader(vision: PretrainedConfig, folder: str | None) -> MediaReader:
         image_std=image.get("image_std", [NORMAL] * 3),
     )
     return MediaReader(
-        processor, patch, merge, temporal, limits, _limits(video, area * temporal, MAX_TOKENS * area * temporal)
+        processor=processor,
+        patch=patch,
+        merge=merge,
+        temporal=temporal,
+        image=limits,
+        video=_limits(video, area * temporal, MAX_TOKENS * area * temporal),
+        normal=_normal(processor),
     )
+
+
+def _normal(processor: Qwen2VLImageProcessorPil) -> Tensor:
+    """[3, 256] fp32: the processor's rescaling and normalisation of every byte of every channel."""
+    every = np.tile(np.arange(256, dtype=np.uint8), (3, 1))[:, :, None]  # an image of 256 x 1 pixels
+    scaled = processor.rescale(every, processor.rescale_factor)
+    made = processor.normalize(scaled, processor.image_mean, processor.image_std)
+    return torch.from_numpy(np.asarray(made, dtype=np.float32)[:, :, 0])
 
 
 def _limits(file: dict[str, Any], least: int, most: int) -> Limits:

@@ -14,13 +14,16 @@ finds its partners, and as no token refers to it, features and gradient of the d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from longspan.data.media import Image, Video
 from longspan.data.pack import Stream
 from longspan.data.sample import Sample
 from longspan.layout.comm import all_gather, reduce_scatter
@@ -136,12 +139,8 @@ def media_shard(
 ) -> MediaShard:
     """Decode this rank's images and look up its tokens' rows. `samples` are the row's; `info.group` is its CP group."""
     mine = plan.of_rank(info.group.rank)
-    if mine:
-        pixels = torch.cat([reader.pixels(samples[item.sample].media[item.item]) for item in mine])
-        grid = torch.tensor([item.grid for item in mine])
-    else:
-        pixels = torch.zeros(reader.merge**2, reader.patch_width)
-        grid = torch.tensor([[1, reader.merge, reader.merge]])
+    pixels = _pixels([samples[item.sample].media[item.item] for item in mine], mine, reader, device)
+    grid = torch.tensor([item.grid for item in mine] or [[1, reader.merge, reader.merge]])
 
     def find(media_row: Tensor) -> tuple[Tensor, Tensor]:  # [T_local] -> [K], [K]
         positions = (media_row >= 0).nonzero()[:, 0]
@@ -151,7 +150,7 @@ def media_shard(
     positions, rows = find(stream.fields["media_row"][info.index])
     ahead = stream.fields["mtp_media_row"][:, info.index] if "mtp_media_row" in stream.fields else ()
     return MediaShard(
-        pixels=pixels.to(device, non_blocking=True),
+        pixels=pixels,
         grid=grid,
         positions=positions,
         rows=rows,
@@ -159,6 +158,20 @@ def media_shard(
         group=info.group,
         ahead=tuple(find(media_row) for media_row in ahead),
     )
+
+
+def _pixels(
+    media: Sequence[Image | Video], items: Sequence[Encoded], reader: MediaReader, device: torch.device
+) -> Tensor:
+    """[P, C] fp32 on the device. Media are decoded side by side, in as many threads as this rank may use: PIL lets them."""
+    if not media:
+        return torch.zeros(reader.merge**2, reader.patch_width, device=device)
+    counts = [math.prod(item.grid) for item in items]
+    found = torch.empty(sum(counts), reader.patch_width, device=device)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for own, frames in zip(found.split(counts), pool.map(reader.frames, media), strict=True):
+            own.copy_(reader.patches(frames.to(device)))
+    return found
 
 
 def place_rows(features: Tensor, media: MediaShard) -> Tensor:
