@@ -31,7 +31,7 @@ from longspan.mixers.kernels import Kernel
 from longspan.mixers.kernels.choose import choose_kernel, describe, self_check
 from longspan.mixers.symmetric import Symmetric, symmetric_refusal
 from longspan.mixers.transport import Collective
-from longspan.mixers.ulysses_overlap import OverlappedUlysses
+from longspan.mixers.ulysses_overlap import OverlappedUlysses, keep_output
 
 HEADS, KV_HEADS, HEAD_DIM, RANKS = 16, 8, 128, 2
 PEER_FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, NotImplementedError, AssertionError)
@@ -60,7 +60,7 @@ def entries(group: CPGroup, lengths: tuple[int, ...], kernel: Kernel, where: tor
     for name, transport in transports.items():
         mixers += [(f"ring, {name}", "zigzag", Ring(transport))]
         mixers += [(f"ulysses in {n}, {name}", "contiguous", OverlappedUlysses(transport, n)) for n in (1, 2, 4)]
-        mixers.append((f"ulysses lean, {name}", "contiguous", OverlappedUlysses(transport, lean=True)))
+        mixers.append((f"ulysses lean, {name}", "contiguous", OverlappedUlysses(transport, keep=keep_output)))
     found = []
     for name, kind, mixer in mixers:
         prepared = mixer.prepare(make_seqinfo(kind, cu_seqlens(lengths, torch.device("cpu")), group), where)

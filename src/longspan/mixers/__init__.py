@@ -11,7 +11,7 @@ from longspan.mixers.ring import Ring
 from longspan.mixers.symmetric import make_transport
 from longspan.mixers.transport import Collective, Transport
 from longspan.mixers.ulysses import Ulysses
-from longspan.mixers.ulysses_overlap import OverlappedUlysses
+from longspan.mixers.ulysses_overlap import OverlappedUlysses, keep_arrivals, keep_output
 
 __all__ = [
     "MIXERS",
@@ -31,7 +31,7 @@ __all__ = [
 
 MIXERS: dict[str, Callable[[Layout, Transport, bool], Mixer]] = {
     "ulysses": lambda layout, transport, lean: (
-        Ulysses() if transport.blocking else OverlappedUlysses(transport, lean=lean)
+        Ulysses() if transport.blocking else OverlappedUlysses(transport, keep=keep_output if lean else keep_arrivals)
     ),
     "ring": lambda layout, transport, lean: Ring(transport),
     "gather": lambda layout, transport, lean: Gather(),

@@ -19,6 +19,7 @@ from longspan.mixers.blocks import Call, select
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.merge import PartialSoftmax, Sum
 from longspan.mixers.precision import accumulator
+from longspan.mixers.transport import Ahead
 
 __all__ = ["AttentionCache", "ByWindow", "Mixer", "Prepared", "Saved", "SizeCheck", "Work", "core_attention"]
 
@@ -110,6 +111,7 @@ class Saved:
     def __init__(self, park: Park = _hold) -> None:
         self._park = park
         self._kept: tuple[Callable[[], Tensor], Tensor] | None = None
+        self.ahead = Ahead()  # what the recomputation sends for backward
 
     def put(self, out: Tensor, lse: Tensor) -> None:
         """Keeps the results of the first forward; lse is small and stays where it is."""

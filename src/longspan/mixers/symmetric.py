@@ -2,15 +2,20 @@
 
 GPUs of one host that reach each other (NVLink). A pull is a contiguous device copy on a side stream, which the copy
 engines do: on two H200s 371 GB/s, at 2 % of a running FlashAttention-4 block, where NCCL kernels take turns with
-it (GPU.md). One barrier a travel, on the side stream, tells that all ranks have posted. Slots are used in turn: a slot
-is written again only after a later barrier has shown that every peer finished pulling from it.
-Plain loads and copies only: multicast is never used. The buffers live as long as this object; their size is that of the
-largest travel, times SLOTS. Source: torch.distributed._symmetric_memory (torch 2.11 and 2.13).
+it (GPU.md). A rank's own part of an exchange never enters the buffer: it is copied beside the pull. One barrier a
+travel, on the side stream, tells that all ranks have posted. Slots are used in turn, and a slot is written again only when every peer
+has pulled from it: a rank's side stream runs barrier m after its pulls of all travels before m, so when a later barrier
+has passed, every rank's have ended. That holds whenever an arrival is waited for, or never; any number may be pending.
+What lands is made on the current stream and written by the side stream. An arrival that is dropped without a wait makes
+the stream it was made on wait, before its memory can be given to anything else.
+Plain loads and copies only: multicast is never used. The buffers live as long as this object; their size is what the
+largest travel sends, times SLOTS. Source: torch.distributed._symmetric_memory (torch 2.11 and 2.13).
 """
 
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +28,7 @@ from longspan.mixers.transport import Collective, Transport, copy_rows
 
 __all__ = ["Symmetric", "make_transport", "symmetric_refusal"]
 
-SLOTS = 3  # travels that may be on their way at once
+SLOTS = 3  # travels that may be posted before the first is pulled by all
 ALIGN = 256  # bytes: start of each tensor in a slot
 
 
@@ -62,7 +67,7 @@ class Slots:
 
     def open(self) -> int:
         """A slot that the current stream may write."""
-        if len(self.passed) == SLOTS:  # barrier of travel n - SLOTS + 1: all peers have pulled travel n - SLOTS
+        if len(self.passed) == SLOTS:  # barrier of travel n - SLOTS + 1: all ranks have pulled travel n - SLOTS
             torch.cuda.current_stream().wait_event(self.passed[1])
         return self.travels % SLOTS
 
@@ -78,17 +83,36 @@ class Slots:
 
 
 class Pulled:
-    """Tensors that the side stream is pulling."""
+    """Tensors that the side stream pulls, each from a peer's slot. One that is not contiguous is copied again from where
+    it landed, while the next is pulled. Make it right after `post`, so that memory it takes is free for the side stream."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, tensors: tuple[Tensor, ...], pulls: Sequence[tuple[Tensor, Tensor]], stream: torch.cuda.Stream
+    ) -> None:
         self._tensors = tensors
-        self._done = torch.cuda.Event()
-        self._done.record(stream)
+        self._home = torch.cuda.current_stream()
+        self._landings: list[tuple[torch.cuda.Event, Tensor, Tensor]] = []
+        for source, into in pulls:
+            landed = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype, device=into.device)
+            done = torch.cuda.Event()
+            with torch.cuda.stream(stream):
+                landed.copy_(source)
+                done.record()
+            self._landings.append((done, into, landed))
 
     def wait(self) -> tuple[Tensor, ...]:
         """See transport.Arrival."""
-        torch.cuda.current_stream().wait_event(self._done)
+        for done, into, landed in self._landings:
+            torch.cuda.current_stream().wait_event(done)
+            if landed is not into:
+                copy_rows(into, landed)
+        self._landings = []
         return self._tensors
+
+    def __del__(self) -> None:
+        """See the file's head."""
+        for done, _, _ in self._landings[-1:]:
+            self._home.wait_event(done)
 
 
 class Symmetric:
@@ -100,25 +124,31 @@ class Symmetric:
         self._device = device
         self._slots: dict[tuple[int, ...], Slots] = {}
 
-    def exchange(self, shape: tuple[int, ...], like: Tensor, fill: Callable[[Tensor], None], group: CPGroup) -> Pulled:
-        """See transport.Transport."""
-        slots = self._of(group, like.element_size() * _count(shape))
+    def exchange(self, parts: tuple[Tensor, ...], into: tuple[Tensor, ...], group: CPGroup) -> Pulled:
+        """See transport.Transport. A slot holds what goes to the other ranks: [N - 1, ...] of each tensor."""
+        me = group.rank
+        shapes = [(group.size - 1, *x.shape[1:]) for x in parts]
+        offsets, size = _offsets([_count(shape) * x.element_size() for shape, x in zip(shapes, parts, strict=True)])
+        slots = self._of(group, size)
         slot = slots.open()
-        fill(slots.view(group.rank, slot, 0, shape, like.dtype))
-        received = like.new_empty(shape)
+        for x, shape, offset in zip(parts, shapes, offsets, strict=True):
+            posted = slots.view(me, slot, offset, shape, x.dtype)
+            copy_rows(posted[:me], x[:me])
+            copy_rows(posted[me:], x[me + 1 :])
         slots.post()
-        with torch.cuda.stream(slots.stream):
-            for hop in range(group.size):  # ranks start at different peers
-                source = (group.rank + hop) % group.size
-                received[source].copy_(slots.view(source, slot, 0, shape, like.dtype)[group.rank])
-        return Pulled((received,), slots.stream)
+        pulls = []
+        for hop in range(1, group.size):  # ranks start at different peers
+            source = (me + hop) % group.size
+            for x, shape, offset in zip(into, shapes, offsets, strict=True):
+                pulls.append((slots.view(source, slot, offset, shape, x.dtype)[me - (me > source)], x[source]))
+        arrival = Pulled(into, pulls, slots.stream)
+        for x, own in zip(into, parts, strict=True):
+            copy_rows(x[me], own[me])
+        return arrival
 
     def rotate(self, tensors: tuple[Tensor, ...], group: CPGroup, *, hops: int = 1) -> Pulled:
         """See transport.Transport."""
-        offsets, size = [], 0
-        for x in tensors:
-            offsets.append(size)
-            size += -(-x.numel() * x.element_size() // ALIGN) * ALIGN
+        offsets, size = _offsets([x.numel() * x.element_size() for x in tensors])
         slots = self._of(group, size)
         slot = slots.open()
         for x, offset in zip(tensors, offsets, strict=True):
@@ -126,10 +156,10 @@ class Symmetric:
         received = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
         slots.post()
         source = (group.rank - hops) % group.size
-        with torch.cuda.stream(slots.stream):
-            for x, offset in zip(received, offsets, strict=True):
-                x.copy_(slots.view(source, slot, offset, tuple(x.shape), x.dtype))
-        return Pulled(received, slots.stream)
+        sources = [
+            slots.view(source, slot, at, tuple(x.shape), x.dtype) for x, at in zip(tensors, offsets, strict=True)
+        ]
+        return Pulled(received, list(zip(sources, received, strict=True)), slots.stream)
 
     def _of(self, group: CPGroup, size: int) -> Slots:
         """The buffer of a group, grown to `size` bytes a slot. Growing is collective and waits for the device."""
@@ -150,6 +180,12 @@ class Symmetric:
 def make_transport(group: CPGroup, device: torch.device) -> Transport:
     """Symmetric memory where every rank of the group can use it, else collectives. Collective itself."""
     return Collective() if symmetric_refusal(group, device) else Symmetric(device)
+
+
+def _offsets(sizes: list[int]) -> tuple[list[int], int]:
+    """The start of each tensor in a slot, in bytes, and the end of the last."""
+    ends = list(accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=0))
+    return ends[:-1], ends[-1]
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -1,6 +1,7 @@
 """How tensors travel between the ranks of a row while the device computes: started now, taken later.
 
-`exchange`  parts [N, ...]: part i goes to rank i, part i of the result comes from rank i (an all-to-all)
+`exchange`  parts [N, ...]: part i goes to rank i, what rank i sends lands in part i (an all-to-all); a rank's own part
+            is copied from one to the other and goes through no buffer
 `rotate`    tensors of the same shapes on all ranks go to rank + hops and come from rank - hops
 Two ways: `Collective` (NCCL or gloo, any group; NCCL kernels take SMs, so they hardly overlap with attention) and
 symmetric.Symmetric (copies between GPUs of one host that the copy engines do). No autograd. Every rank of the group
@@ -17,7 +18,7 @@ from torch import Tensor
 from longspan.layout.comm import rotate
 from longspan.layout.mesh import CPGroup
 
-__all__ = ["Arrival", "Collective", "Transport", "copy_rows"]
+__all__ = ["Ahead", "Arrival", "Collective", "Transport", "copy_rows"]
 
 WIDE = torch.complex128  # 16 bytes: the widest element that a strided copy moves at once
 
@@ -42,7 +43,7 @@ def _widens(x: Tensor) -> bool:
 
 
 class Arrival(Protocol):
-    """Tensors on their way."""
+    """Tensors on their way. Dropping it without a wait is harmless."""
 
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors, for use on the current stream. Called once."""
@@ -54,8 +55,8 @@ class Transport(Protocol):
 
     blocking: bool  # a travel takes SMs from what runs beside it, so that cutting work to overlap does not pay
 
-    def exchange(self, shape: tuple[int, ...], like: Tensor, fill: Callable[[Tensor], None], group: CPGroup) -> Arrival:
-        """fill writes what to send into a tensor [N, ...] of `shape`; one tensor [N, ...] arrives."""
+    def exchange(self, parts: tuple[Tensor, ...], into: tuple[Tensor, ...], group: CPGroup) -> Arrival:
+        """parts and into: the same shapes [N, ...], any strides. into arrives; until then it is neither read nor written."""
         ...
 
     def rotate(self, tensors: tuple[Tensor, ...], group: CPGroup, *, hops: int = 1) -> Arrival:
@@ -63,18 +64,55 @@ class Transport(Protocol):
         ...
 
 
-class Exchanged:
-    """An all-to-all on its way."""
+class Ahead:
+    """Travel for a later part of the program, started by whatever comes before that part, or by nothing.
 
-    def __init__(self, sent: Tensor, group: CPGroup) -> None:
-        self._sent = sent  # kept alive until it is sent
-        self._received = torch.empty_like(sent)
-        self._work = dist.all_to_all_single(self._received, sent, group=group.group, async_op=True)
+    What is started when depends on the program alone, never on what Python still holds: ranks start the same travels.
+    """
+
+    def __init__(self) -> None:
+        self._send: Callable[[], list[Arrival]] | None = None
+        self._coming: list[Arrival] | None = None
+
+    def promise(self, send: Callable[[], list[Arrival]]) -> None:
+        """What `start` will do. Holds what is to be sent until then."""
+        self._send = send
+
+    def started(self, coming: list[Arrival]) -> None:
+        """It is under way."""
+        self._coming = coming
+
+    def start(self) -> None:
+        """Starts what was promised, once."""
+        send, self._send = self._send, None
+        if send is not None:
+            self._coming = send()
+
+    def take(self) -> list[Arrival] | None:
+        """What was started, handed over once; None where nothing was. Ends the promise."""
+        coming, self._coming, self._send = self._coming, None, None
+        return coming
+
+
+class Exchanged:
+    """An all-to-all a tensor, on its way."""
+
+    def __init__(self, parts: tuple[Tensor, ...], into: tuple[Tensor, ...], group: CPGroup) -> None:
+        self._into = into
+        self._sent = [x.contiguous() for x in parts]  # kept alive until it is sent
+        self._landed = [x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in into]
+        self._works = [
+            dist.all_to_all_single(landed, sent, group=group.group, async_op=True)
+            for landed, sent in zip(self._landed, self._sent, strict=True)
+        ]
 
     def wait(self) -> tuple[Tensor, ...]:
         """See Arrival."""
-        self._work.wait()
-        return (self._received,)
+        for work, landed, into in zip(self._works, self._landed, self._into, strict=True):
+            work.wait()
+            if landed is not into:
+                copy_rows(into, landed)
+        return self._into
 
 
 class Collective:
@@ -82,13 +120,9 @@ class Collective:
 
     blocking: bool = True
 
-    def exchange(
-        self, shape: tuple[int, ...], like: Tensor, fill: Callable[[Tensor], None], group: CPGroup
-    ) -> Exchanged:
+    def exchange(self, parts: tuple[Tensor, ...], into: tuple[Tensor, ...], group: CPGroup) -> Exchanged:
         """See Transport."""
-        sent = like.new_empty(shape)
-        fill(sent)
-        return Exchanged(sent, group)
+        return Exchanged(parts, into, group)
 
     def rotate(self, tensors: tuple[Tensor, ...], group: CPGroup, *, hops: int = 1) -> Arrival:
         """See Transport."""
