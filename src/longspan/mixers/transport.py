@@ -43,7 +43,7 @@ def _widens(x: Tensor) -> bool:
 
 
 class Arrival(Protocol):
-    """Tensors on their way. Dropping it without a wait is harmless."""
+    """Tensors on their way."""
 
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors, for use on the current stream. Called once."""
@@ -56,7 +56,8 @@ class Transport(Protocol):
     blocking: bool  # a travel takes SMs from what runs beside it, so that cutting work to overlap does not pay
 
     def exchange(self, parts: tuple[Tensor, ...], into: tuple[Tensor, ...], group: CPGroup) -> Arrival:
-        """parts and into: the same shapes [N, ...], any strides. into arrives; until then it is neither read nor written."""
+        """parts and into: the same shapes [N, ...], any strides. into arrives; until then it is neither read nor written.
+        Dropping the arrival without a wait is harmless."""
         ...
 
     def rotate(self, tensors: tuple[Tensor, ...], group: CPGroup, *, hops: int = 1) -> Arrival:

@@ -61,10 +61,12 @@ def keep_output(q: Tensor, k: Tensor, v: Tensor, trip: Trip, prepared: Overlappe
 
 
 def keep_across(q: Tensor, k: Tensor, v: Tensor, trip: Trip, saved: Saved) -> Tensor:
-    """keep_output in a layer that runs twice: the second run takes the first one's result."""
+    """keep_output in a layer that runs twice: the second run takes the first one's result, and sends what backward needs
+    where one follows."""
     kept = saved.take()
     if kept is not None:
-        return _Recomputed.apply(q, k, v, trip, saved.ahead, kept)
+        follows = q.requires_grad or k.requires_grad or v.requires_grad
+        return _Recomputed.apply(q, k, v, trip, saved.ahead, kept) if follows else kept[0]
     result, *lses = _KeepOutput.apply(q, k, v, trip, saved.ahead, Ahead())
     saved.put(result.detach(), torch.stack(lses))
     return result
@@ -190,7 +192,8 @@ def _backward_of_output(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]
     coming = trip.to_heads(grad)[1]
     arrivals = ctx.ahead.take() or trip.to_heads(result)[1]
     ctx.before.start()
-    outs = [trip.ordered(arrival.wait()[0]) for arrival in arrivals][-trip.groups :]
+    arrived = [arrival.wait()[0] for arrival in arrivals]
+    outs = [trip.ordered(x) for x in arrived[-trip.groups :]]
     return _backward(trip, coming, kept[: -trip.groups], kept[-trip.groups :], outs, ctx.kv_heads)
 
 
