@@ -2,7 +2,8 @@
 
 `launch(fn, ranks=2)` runs `fn` in that many processes of this machine and returns what each returned. torchrun and Slurm start
 ranks themselves; then `world()` joins them. Either way `world()` says who this process is; a process that nobody launched is a world
-of one. The first failure ends the run: the others are stopped, the failing rank is named and its traceback shown.
+of one. The first failure ends the run: the others are stopped, the failing rank is named and its traceback shown. A rank that died is
+named before the ranks whose connections its death broke: they often speak first.
 Backends: gloo on CPU; on CUDA `cpu:gloo,cuda:nccl`, so that small host-side checks need no device synchronisation.
 """
 
@@ -34,7 +35,6 @@ from longspan.typed import typed
 __all__ = ["World", "check_timeout", "is_rank", "launch", "world"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-DIED = "the process died with exit code"
 GPU_THREADS = 8  # at most, beside a GPU: a container may be granted less time than the cores it sees
 MOST_S = 2e6  # 23 days; the system call that waits for ranks takes 24
 GRACE_S = 3.0  # how long the other ranks may take to end by themselves after the first failure
@@ -45,6 +45,21 @@ PRELOAD = [  # imported once in a clean server process and then forked: 10 s sav
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a rank failed: when, with which error where it is one of ours, what it left, and whether its process died."""
+
+    at: float
+    error: LongspanError | None
+    said: str
+    died: bool = False
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """The smallest is the cause: our own error comes before a death, and both before the broken pipes they leave."""
+        return self.error is None, not self.died, self.at
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +168,7 @@ def _portable(error: BaseException) -> LongspanError | None:
 
 def _collect(workers: list[Any], pipes: list[Any], folder: Path, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
-    failures: dict[int, tuple[float, LongspanError | None, str]] = {}
+    failures: dict[int, Failure] = {}
     deadline = time.monotonic() + timeout_s
     while len(results) + len(failures) < len(pipes):
         pending = {pipes[rank]: rank for rank in range(len(pipes)) if rank not in results and rank not in failures}
@@ -167,14 +182,12 @@ def _collect(workers: list[Any], pipes: list[Any], folder: Path, timeout_s: floa
             try:
                 message = pipe.recv()
             except EOFError:
-                workers[rank].join(1.0)
-                said = f"{DIED} {workers[rank].exitcode}\n{_stack(folder, rank)}"
-                failures[rank] = (time.time(), None, said)
-                message = ("dead",)
+                failures[rank] = _death(workers[rank], folder, rank)
+                continue
             if message[0] == "ok":
                 results[rank] = pickle.loads(message[1])
-            elif message[0] == "error":
-                failures[rank] = message[1:]
+            else:
+                failures[rank] = Failure(*message[1:])
         if failures:
             deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
@@ -182,14 +195,22 @@ def _collect(workers: list[Any], pipes: list[Any], folder: Path, timeout_s: floa
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _raise_first(failures: dict[int, tuple[float, LongspanError | None, str]]) -> None:
-    """Raise the error of the rank that failed first; one of our own errors comes before the broken pipes that it caused."""
-    rank, (_, error, trace) = min(failures.items(), key=lambda item: (item[1][1] is None, item[1][0]))
-    if error is not None:
-        error.add_note(f"raised first by rank {rank} of the ranks that failed: {sorted(failures)}\n{trace}")
-        raise error
-    kind = RankLost if trace.startswith(DIED) else RankError
-    raise kind(f"rank {rank} failed first (failed: {sorted(failures)}):\n{trace}")
+def _death(worker: Any, folder: Path, rank: int) -> Failure:
+    """Of a rank whose pipe closed before it had said anything."""
+    at = time.time()
+    worker.join(GRACE_S)
+    code = worker.exitcode
+    by = f" ({signal.strsignal(-code)})" if code is not None and code < 0 else ""
+    return Failure(at, None, f"the process died with exit code {code}{by}\n{_stack(folder, rank)}", died=True)
+
+
+def _raise_first(failures: dict[int, Failure]) -> None:
+    rank, first = min(failures.items(), key=lambda item: item[1].order)
+    if first.error is not None:
+        first.error.add_note(f"raised first by rank {rank} of the ranks that failed: {sorted(failures)}\n{first.said}")
+        raise first.error
+    kind = RankLost if first.died else RankError
+    raise kind(f"rank {rank} failed first (failed: {sorted(failures)}):\n{first.said}")
 
 
 def _describe_hang(ranks: list[int], workers: list[Any], folder: Path, timeout_s: float) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from longspan.errors import RankError, RankLost, UserError
 from longspan.launch import _threads, launch, world
@@ -23,6 +24,13 @@ def _die_before_the_stack_file(folder: str) -> None:
             file.unlink()
         os._exit(7)
     time.sleep(30)
+
+
+def _abort_beside_a_collective() -> None:
+    dist.barrier()
+    if world().rank == 1:
+        os.abort()  # what glibc does where it finds the heap corrupt
+    dist.all_reduce(torch.ones(1))
 
 
 def _hang() -> None:
@@ -57,6 +65,13 @@ def test_a_rank_that_dies_without_its_stack_file_is_named(tmp_path: Path, monkey
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(RankLost, match=r"rank 1 failed first .*\n.*exit code 7"):
         launch(_die_before_the_stack_file, str(tmp_path), ranks=2, timeout_s=60, device="cpu")
+
+
+def test_a_dead_rank_is_named_before_the_connections_that_its_death_broke() -> None:
+    """The other rank's gloo error is there first; it would say nothing of the cause."""
+    with pytest.raises(RankLost, match=r"rank 1 failed first .*\n.*exit code -6 \(Aborted\)") as found:
+        launch(_abort_beside_a_collective, ranks=2, timeout_s=60, device="cpu")
+    assert "_abort_beside_a_collective" in str(found.value), "the stack it left"
 
 
 def test_a_rank_that_hangs_is_named_and_its_stack_shown() -> None:
