@@ -21,7 +21,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -36,7 +35,7 @@ from longspan import Engine, EngineConfig, Layout, Objective, Sample
 from longspan.engine.batch import make_batch
 from longspan.engine.config import DTYPES
 from longspan.engine.fsdp.backend import FSDPBackend
-from longspan.engine.fsdp.compiled import KEEPS, compile_keeping
+from longspan.engine.fsdp.compiled import compiler
 from longspan.engine.steps import Keep
 from longspan.errors import LongspanError, OutOfMemory
 from longspan.launch import launch, world
@@ -210,7 +209,7 @@ def _tower(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, Any
     tower = type(inside)(known).to(where, DTYPES[engine.config.dtype])
     use_vision_bridge(tower)
     for block in tower.blocks if engine.config.compile else ():
-        block.compile(backend=partial(compile_keeping, KEEPS["selective"]))
+        block.compile(backend=compiler(""))
 
     def both() -> None:
         out = run_tower(tower, step.media, step.context)

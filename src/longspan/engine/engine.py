@@ -348,9 +348,10 @@ class Engine:
         return route_shares(routes, shape.experts).to(self.mesh.device)
 
     def _keep(self, objective: Objective) -> Keep:
+        selective = self.config.recompute == "selective"
         return Keep(
-            attention=self.config.recompute == "selective"
-            and keeps_of(self.config) is None,  # compiled layers keep it themselves
+            attention=selective and keeps_of(self.config) is None,  # compiled layers keep it themselves
+            tower=selective and self.adapter.reader is not None,
             router_logits=bool(objective.moe_aux or objective.moe_z),
         )
 

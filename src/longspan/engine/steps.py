@@ -29,7 +29,8 @@ __all__ = ["Keep", "StepBuilder"]
 class Keep:
     """What a call keeps of a micro-step's layers."""
 
-    attention: bool = False  # outputs of attention, for selective recomputation
+    attention: bool = False  # outputs of the decoder's attention, for selective recomputation
+    tower: bool = False  # the same of the vision tower
     router_logits: bool = False  # for the auxiliary losses of mixture-of-experts layers
     routes: bool = False  # the experts used, for outputs
 
@@ -87,6 +88,7 @@ class StepBuilder:
             self.mixer.prepare(piece.info, self.mesh.device),
             self.kernel,
             AttentionCache() if keep.attention else None,
+            AttentionCache() if keep.tower else None,
             routers if replay is not None or keep.routes or keep.router_logits else None,
             self.mesh.layout.linear,
         )

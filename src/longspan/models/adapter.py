@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from longspan.models.placeholders import MediaIds
     from longspan.models.vision import MediaShard
 
-__all__ = ["Adapter", "Context", "Family", "read_samples"]
+__all__ = ["Adapter", "Context", "Family", "read_samples", "tower_blocks"]
 
 
 @dataclass(slots=True)
@@ -44,14 +44,19 @@ class Context:
     mixer: Mixer
     prepared: Any  # what `mixer` prepared for this row, on the device; Any: each mixer takes back only its own
     kernel: Kernel
-    cache: AttentionCache | None = None  # given: selective recomputation, attention runs once
+    cache: AttentionCache | None = None  # given: selective recomputation of decoder layers, attention runs once
+    tower_cache: AttentionCache | None = None  # the same of the vision tower's blocks
     moe: MoEState | None = None  # what routers record or replay; None: nothing
     linear: str = "state"  # how recurrent layers cross ranks: Layout.linear, resolved
     scratch: dict[str, object] = field(default_factory=dict)  # what a family keeps for one micro-step: "linear"
 
     def slot(self, layer: nn.Module) -> Saved | None:
-        """The place where an attention layer keeps (out, lse) between forward and recomputation."""
+        """The place where an attention layer of the decoder keeps (out, lse) between forward and recomputation."""
         return None if self.cache is None else self.cache.slot(id(layer))
+
+    def tower_slot(self, layer: nn.Module) -> Saved | None:
+        """The same for an attention layer of the vision tower."""
+        return None if self.tower_cache is None else self.tower_cache.slot(id(layer))
 
 
 class Adapter(Protocol):
@@ -125,3 +130,9 @@ class Family:
     build: Callable[[PreTrainedModel, str | None], Adapter]  # (model, folder or None)
     modules: frozenset[str]  # class names; anything else in the module tree is refused
     media: Callable[[PretrainedConfig, str | None], tuple[MediaReader, MediaIds]] | None = None  # a model with a tower
+
+
+def tower_blocks(adapter: Adapter) -> list[nn.Module]:
+    """The units that are blocks of a vision tower."""
+    names = {module: f"{name}." for name, module in adapter.model.named_modules()}
+    return [unit for unit in adapter.units() if names[unit].startswith(adapter.parts()["vision"])]

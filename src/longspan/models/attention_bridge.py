@@ -86,7 +86,7 @@ def vision_attention(
         LocalPrepared(Call(None, None, block, fresh=True)),
         scale=scaling,
         kernel=context.kernel,
-        saved=context.slot(module),
+        saved=context.tower_slot(module),
     )
     return out_THD[None], None
 

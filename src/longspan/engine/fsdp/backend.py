@@ -32,7 +32,7 @@ from longspan.engine.common import (
     zero_slots,
 )
 from longspan.engine.config import DTYPES, EngineConfig
-from longspan.engine.fsdp.compiled import compile_layers, keeps_of
+from longspan.engine.fsdp.compiled import checkpoint_tower, compile_layers, keeps_of
 from longspan.engine.fsdp.host import CHECKPOINT, HostStore
 from longspan.engine.fsdp.host_optimizer import HostOptimizer
 from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
@@ -93,8 +93,10 @@ class FSDPBackend:
         keep = keeps_of(config)
         if keep is None:
             _recompute(adapter, config.recompute, self.host)
+        elif config.recompute == "selective":
+            checkpoint_tower(adapter)
         if config.compile:
-            compile_layers(adapter, keep or {})
+            compile_layers(adapter, config)
         shard_policy(
             self.policy, mesh, compute=self.compute, master=self.master, on_host="parameters" in config.offload
         )
@@ -140,7 +142,7 @@ class FSDPBackend:
     def _ready(self, step: MicroStep, *, trains: bool) -> Iterator[None]:
         """Inside, the policy runs on this micro-step. Without backward, layers do not stay gathered after their forward."""
         if self.host is not None:
-            self.host.begin(step.context.cache)
+            self.host.begin(step.context.cache, step.context.tower_cache)
         reduce_after(self.waiting, step.reduces)
         keep_gathered(self.waiting[:-1], step.gathered and trains)  # the root always stays gathered
         with explain_out_of_memory(step, trains=trains), self._settled(), torch.set_grad_enabled(trains):

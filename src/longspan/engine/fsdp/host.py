@@ -97,10 +97,11 @@ class HostStore:
         self._parked.append(parked)
         return lambda: self._fetch(parked)
 
-    def begin(self, cache: AttentionCache | None) -> None:
+    def begin(self, *caches: AttentionCache | None) -> None:
         """A micro-step starts: forget what was parked (the one before may have failed), take its attention outputs."""
-        if cache is not None:
-            cache.park = self.park
+        for cache in caches:
+            if cache is not None:
+                cache.park = self.park
         if self.link.stream is not None and self._parked:
             torch.cuda.current_stream(self.link.device).wait_stream(
                 self.link.stream

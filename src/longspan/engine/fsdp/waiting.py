@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from longspan.engine.fsdp.policy import Policy
+from longspan.models.adapter import tower_blocks
 
 __all__ = [
     "drop_waiting", "has_waiting", "keep_gathered", "let_go", "reduce_after", "settle", "waiting_units", "whole_gradients",
@@ -26,9 +27,8 @@ __all__ = [
 
 def waiting_units(policy: Policy) -> list[FSDPModule]:
     """What every micro-step runs forward and backward on every rank: decoder layers with their experts, and the root."""
-    tower = policy.adapter.parts()["vision"]
-    names = {module: f"{name}." for name, module in policy.adapter.model.named_modules()}
-    layers = [unit for unit in policy.adapter.units() if not names[unit].startswith(tower)]
+    tower = tower_blocks(policy.adapter)
+    layers = [unit for unit in policy.adapter.units() if unit not in tower]
     if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         return []
     inside = [module for layer in layers for module in layer.modules() if isinstance(module, FSDPModule)]
