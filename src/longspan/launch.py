@@ -53,7 +53,7 @@ class Failure:
 
     at: float
     error: LongspanError | None
-    said: str
+    said: str  # begins on the line that names the rank
     died: bool = False
 
     @property
@@ -187,7 +187,8 @@ def _collect(workers: list[Any], pipes: list[Any], folder: Path, timeout_s: floa
             if message[0] == "ok":
                 results[rank] = pickle.loads(message[1])
             else:
-                failures[rank] = Failure(*message[1:])
+                _, at, error, trace = message
+                failures[rank] = Failure(at, error, f"\n{trace}")
         if failures:
             deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
@@ -201,16 +202,16 @@ def _death(worker: Any, folder: Path, rank: int) -> Failure:
     worker.join(GRACE_S)
     code = worker.exitcode
     by = f" ({signal.strsignal(-code)})" if code is not None and code < 0 else ""
-    return Failure(at, None, f"the process died with exit code {code}{by}\n{_stack(folder, rank)}", died=True)
+    return Failure(at, None, f" the process died with exit code {code}{by}\n{_stack(folder, rank)}", died=True)
 
 
 def _raise_first(failures: dict[int, Failure]) -> None:
     rank, first = min(failures.items(), key=lambda item: item[1].order)
     if first.error is not None:
-        first.error.add_note(f"raised first by rank {rank} of the ranks that failed: {sorted(failures)}\n{first.said}")
+        first.error.add_note(f"raised first by rank {rank} of the ranks that failed: {sorted(failures)}{first.said}")
         raise first.error
     kind = RankLost if first.died else RankError
-    raise kind(f"rank {rank} failed first (failed: {sorted(failures)}):\n{first.said}")
+    raise kind(f"rank {rank} failed first (failed: {sorted(failures)}):{first.said}")
 
 
 def _describe_hang(ranks: list[int], workers: list[Any], folder: Path, timeout_s: float) -> str:

@@ -56,20 +56,20 @@ def test_seconds_that_no_run_can_have_are_refused(seconds: float) -> None:
 
 def test_a_dead_rank_is_named_with_its_exit_code() -> None:
     started = time.monotonic()
-    with pytest.raises(RankLost, match=r"rank 1 failed first .*\n.*exit code 7"):
+    with pytest.raises(RankLost, match=r"rank 1 failed first .* exit code 7"):
         launch(_die, ranks=2, timeout_s=60, device="cpu")
     assert time.monotonic() - started < 25
 
 
 def test_a_rank_that_dies_without_its_stack_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(RankLost, match=r"rank 1 failed first .*\n.*exit code 7"):
+    with pytest.raises(RankLost, match=r"rank 1 failed first .* exit code 7"):
         launch(_die_before_the_stack_file, str(tmp_path), ranks=2, timeout_s=60, device="cpu")
 
 
 def test_a_dead_rank_is_named_before_the_connections_that_its_death_broke() -> None:
     """The other rank's gloo error is there first; it would say nothing of the cause."""
-    with pytest.raises(RankLost, match=r"rank 1 failed first .*\n.*exit code -6 \(Aborted\)") as found:
+    with pytest.raises(RankLost, match=r"rank 1 failed first .* exit code -6 \(Aborted\)") as found:
         launch(_abort_beside_a_collective, ranks=2, timeout_s=60, device="cpu")
     assert "_abort_beside_a_collective" in str(found.value), "the stack it left"
 

@@ -1,7 +1,8 @@
 """`longspan parity`: prove on your own model that a layout changes no number.
 
 Compares the engine under each layout with an oracle: plain Hugging Face, one process, one unpacked sample at a time.
-Exit status 0 when every cell holds, 1 on a miss (a planted fault makes it miss), 2 for a request that cannot be run.
+Exit status 0 when every cell holds, 1 on a miss (a planted fault makes it miss), 2 for a request that cannot be run, 3 when nothing
+missed but a layout's ranks died or ran past --timeout-s: of its numbers nothing is known.
 """
 
 import sys
@@ -14,7 +15,7 @@ import torch
 import tyro
 
 from longspan.data.jsonl import read_jsonl
-from longspan.errors import LongspanError, UserError
+from longspan.errors import LongspanError, RankLost, UserError
 from longspan.launch import check_timeout
 from longspan.layout import parse_layouts
 from longspan.models.loading import read_config
@@ -27,6 +28,7 @@ from longspan.parity.report import render, summary, write_json
 DEFAULT_LAYOUTS = "cp2-ulysses,cp2-ring,cp2-gather,cp4-hybrid,cp3-ring,dp2,dp2-cp2"
 
 CERTIFICATE = "certificate.json"
+MISSED, REFUSED, LOST = 1, 2, 3  # exit statuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Options:
     certificate: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write a certificate a layout: hashes, versions, worst figures; certificate.json for a model of your own."""
     json: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write worst_logprob, worst_gradient, worst_calls, passed and every cell to this file."""
+    """Write worst_logprob, worst_gradient, worst_calls, passed, lost and every cell to this file."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -86,14 +88,16 @@ def main(arguments: Sequence[str]) -> int:
         found = compare(request)
     except LongspanError as error:
         print(f"longspan parity: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
-    render(found.cells, f"{options.model}, {options.dtype}, {options.backend} against the oracle", options.plant)
-    result = summary(found.cells)
+        return LOST if isinstance(error, RankLost) else REFUSED if isinstance(error, UserError) else MISSED
+    title = f"{options.model}, {options.dtype}, {options.backend} against the oracle"
+    render(found.cells, title, plant=options.plant, lost=found.lost)
+    result = summary(found.cells) | {"passed": found.passed, "lost": dict(found.lost)}
     if options.json is not None:
         write_json(options.json, {"model": options.model, "dtype": options.dtype, "backend": options.backend} | result)
     if options.certificate is not None or not options.model.startswith("tiny:"):
         write_json(options.certificate or CERTIFICATE, certificates(found))
-    return 0 if result["passed"] else 1
+    missed = not found.lost or any(not cell.passed for cell in found.cells)
+    return 0 if found.passed else MISSED if missed else LOST
 
 
 def request_of(options: Options) -> Request:

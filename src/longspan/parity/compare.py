@@ -6,7 +6,7 @@ bf16 has no fixed tolerance: its oracle is fp32, the unsharded engine in bf16 ru
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -62,10 +62,13 @@ class Comparison:
     parts: Mapping[str, Mapping[str, tuple[float, str]]]  # layout -> part -> (figure, parameter)
     model_hash: str
     config: EngineConfig
+    lost: Mapping[str, str] = field(
+        default_factory=dict
+    )  # layouts whose ranks died or were too slow, and what was said
 
     @property
     def passed(self) -> bool:
-        return bool(self.cells) and all(cell.passed for cell in self.cells)
+        return bool(self.cells) and not self.lost and all(cell.passed for cell in self.cells)
 
 
 def compare(request: Request) -> Comparison:
@@ -78,17 +81,21 @@ def compare(request: Request) -> Comparison:
         baseline: list[Cell] = []
         if request.dtype == "bfloat16":
             baseline, _ = _run(request, plan, path, {UNSHARDED: Layout()})
-        cells, parts = [], {}
+        cells, parts, lost = [], {}, {}
         for ranks in sorted({layout.ranks for layout in request.layouts.values()}):
             group = {name: layout for name, layout in request.layouts.items() if layout.ranks == ranks}
-            found, worst_of = _run(request, plan, path, group)
+            try:
+                found, worst_of = _run(request, plan, path, group)
+            except RankLost as error:
+                lost |= dict.fromkeys(group, str(error))
+                continue
             cells += found
             parts |= worst_of
     order = list(request.layouts)
     cells.sort(key=lambda cell: order.index(cell.layout))
     if baseline:
         cells = [_against(cell, baseline) for cell in cells]
-    return Comparison(cells, parts, model_hash(truth.start), plan.config)
+    return Comparison(cells, parts, model_hash(truth.start), plan.config, lost)
 
 
 def model_hash(weights: Mapping[str, Tensor]) -> str:
@@ -216,7 +223,8 @@ Parts = dict[str, tuple[float, str]]  # part of the model -> worst gradient and 
 def _run(
     request: Request, plan: Plan, truth: Path, layouts: Mapping[str, Layout]
 ) -> tuple[list[Cell], dict[str, Parts]]:
-    """One launch for layouts of one size. Ranks that fail or hang are a miss of their layouts, not of this program."""
+    """One launch for layouts of one size. Ranks that fail are a miss of their layouts. Ranks that died or ran out of time show
+    nothing, of a layout or of a planted fault: RankLost, unless the fault is one that hangs."""
     ranks = next(iter(layouts.values())).ranks
     try:
         results = launch(
@@ -230,9 +238,9 @@ def _run(
             device=request.device,
         )
     except (RankError, UserError) as error:
-        unknown = isinstance(error, RankLost) and request.plant is not None and not FAULTS[request.plant].hangs
+        unknown = isinstance(error, RankLost) and (request.plant is None or not FAULTS[request.plant].hangs)
         if unknown or (isinstance(error, UserError) and request.plant is None):
-            raise  # ranks that were killed show nothing of a planted fault
+            raise
         return [Cell(name, "run", "", float("inf"), 0.0, brief(error)) for name in layouts], {}
     cells = []
     for name in layouts:

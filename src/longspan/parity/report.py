@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -16,8 +16,11 @@ WIDTH = 110  # columns of a log file
 NAMED = ("logprob", "gradient")  # what the lines under the table name
 
 
-def render(cells: Sequence[Cell], title: str, plant: str | None = None) -> None:
-    """Print the table and, below it, where the worst figures stand."""
+def render(
+    cells: Sequence[Cell], title: str, *, plant: str | None = None, lost: Mapping[str, str] | None = None
+) -> None:
+    """Print the table and, below it, where the worst figures stand. lost: layouts of which nothing is known, and why."""
+    lost = lost or {}
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     table = Table(title=title, box=box.SIMPLE)
     table.add_column("layout", no_wrap=True)
@@ -28,6 +31,8 @@ def render(cells: Sequence[Cell], title: str, plant: str | None = None) -> None:
     for layout in layouts:
         own = [cell for cell in cells if cell.layout == layout]
         table.add_row(layout, *(_figure(worst(own, column)) for column in COLUMNS), _verdict(own))
+    for layout in lost:
+        table.add_row(layout, *("-" for _ in COLUMNS), "[yellow]not known[/yellow]")
     console.print(table)
     for check in NAMED:
         cell = worst(list(cells), check)
@@ -37,10 +42,27 @@ def render(cells: Sequence[Cell], title: str, plant: str | None = None) -> None:
     for cell in [cell for cell in cells if not cell.passed][:10]:
         line = f"miss: {cell.layout} {cell.check} [{cell.case}] {cell.figure:.3g} > {cell.limit:.3g} {cell.where}"
         console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
+    for line in _lost_lines(lost):
+        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if plant is not None:
         found = sorted({cell.check for cell in cells if not cell.passed})
-        said = f"caught by {', '.join(found)}" if found else "NOT caught by any check"
+        missing = "not known: ranks were lost" if lost else "NOT caught by any check"
+        said = f"caught by {', '.join(found)}" if found else missing
         console.print(f"planted fault {plant!r}: {said}", style="bold", highlight=False)
+
+
+def _lost_lines(lost: Mapping[str, str]) -> list[str]:
+    """Which layouts of one launch were lost and what its ranks left; then the way out."""
+    lines = []
+    for said in dict.fromkeys(lost.values()):
+        names = ", ".join(layout for layout, other in lost.items() if other == said)
+        lines.append(f"not known: {names}: {said.splitlines()[0].rstrip(':')}")
+    if lost:
+        lines.append(
+            f"Their numbers were neither right nor wrong. Run them by themselves (--layouts {next(iter(lost))}), with more time "
+            "(--timeout-s) or on an idle machine; --json FILE keeps the ranks' stacks."
+        )
+    return lines
 
 
 def _figure(cell: Cell | None) -> str:
