@@ -183,7 +183,7 @@ def _layer(
     inputs = (
         kernel.unit(q.reshape(tokens, shape.key_heads, shape.key_dim)),
         kernel.unit(k.reshape(tokens, shape.key_heads, shape.key_dim)),
-        v.reshape(tokens, shape.value_heads, shape.value_dim),
+        v.reshape(tokens, shape.value_heads, shape.value_dim).contiguous(),  # a view keeps q and k unnormed alive
         g,
         b.sigmoid(),
     )
