@@ -41,6 +41,19 @@ def test_a_right_kernel_is_used_and_named(monkeypatch: pytest.MonkeyPatch, capsy
     assert "attention kernel: sdpa, torch.float64, head dim 8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_kernel_is_made_deterministic_where_the_config_says_so(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    made = []
+    entry = (lambda device, dtype, head_dim: "", lambda deterministic: (made.append(deterministic), Sdpa())[1])
+    monkeypatch.setitem(choose.KERNELS, "sdpa", entry)
+    Engine.build(
+        EngineConfig("tiny:qwen3", dtype="float64", kernel="sdpa", deterministic=wanted, max_tokens_per_rank=8)
+    )
+    assert made == [wanted]
+
+
 @pytest.mark.parametrize(("heads", "where"), [(4, "decoder"), (TOWER_HEADS, "vision tower")])
 def test_a_wrong_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, heads: int, where: str) -> None:
     with pytest.raises(UserError, match=rf"{where}: kernel='planted' is wrong here: .*dq differs"):

@@ -38,6 +38,7 @@ class EngineConfig:
     offload: what lives in host memory: "checkpoints", "optimizer", "parameters".
     megatron: switches of backend="megatron" (engine/megatron/options.py).
     kernel: attention kernel, "auto" or one of longspan.mixers.kernels' names. compile: torch.compile each layer.
+    deterministic: attention's backward adds in a fixed order, so that a run on GPUs repeats its bits (flash4: 611 -> 475 TFLOP/s).
     mlp_tile: tokens of a tile; rows longer than it run their MLPs tile by tile, forward and backward. 0: whole rows.
     """
 
@@ -58,6 +59,7 @@ class EngineConfig:
     machine: str = "auto"
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
     kernel: str = "auto"
+    deterministic: bool = False
     compile: bool = False
     mlp_tile: int = 0
 

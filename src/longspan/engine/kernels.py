@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longspan.engine.config import EngineConfig
 from longspan.errors import UserError
 from longspan.layout import Mesh
 from longspan.mixers.kernels import Kernel
@@ -46,9 +47,9 @@ def attention_shapes(adapter: Adapter) -> Iterator[AttentionShape]:
         )
 
 
-def start_kernel(name: str, adapter: Adapter, mesh: Mesh, dtype: torch.dtype) -> Kernel:
-    """The kernel that `name` asks for, checked. Collective: raises UserError on every rank if it is wrong on one."""
-    kernel = choose_kernel(mesh.device, dtype, adapter.head_dim, name)
+def start_kernel(config: EngineConfig, adapter: Adapter, mesh: Mesh, dtype: torch.dtype) -> Kernel:
+    """The kernel that the config asks for, checked. Collective: raises UserError on every rank if it is wrong on one."""
+    kernel = choose_kernel(mesh.device, dtype, adapter.head_dim, config.kernel, deterministic=config.deterministic)
     if isinstance(kernel, Reference):
         return kernel
     if mesh.rank == 0:

@@ -44,7 +44,7 @@ class StepBuilder:
         self.mesh = mesh
         transport, lean = make_transport(mesh.all, mesh.device), config.recompute == "selective"
         self.mixer = make_mixer(mesh.layout, transport, lean=lean)
-        self.kernel = start_kernel(config.kernel, adapter, mesh, dtype)
+        self.kernel = start_kernel(config, adapter, mesh, dtype)
 
     def steps(self, batch: Batch, plan: Plan, keep: Keep) -> Iterator[MicroStep]:
         """This rank's micro-steps in order. Raises on every rank if one rank cannot read an image."""
