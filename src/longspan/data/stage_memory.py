@@ -11,9 +11,10 @@ On top, the largest of five moments of each pipeline rank, which holds n = fligh
 
     head   last rank: n pairs, the output layer's weight gathered over tp (V E b), the final norm and hidden states of all
            tokens, one chunk of fp32 logits, the output layer's gradient in fp32 (the head forms it in its forward)
-    layer  n pairs, what the layer whose backward runs makes again, its gradients, the head's rows of V / tp
-    end    n - 1 pairs, the first layer of a chunk in its backward, gradients (b) of the whole chunk under bf16, where they
-           wait for the fp32 sums until the chunk is done; in master precision they are added as they appear
+    layer  n pairs, what the layer whose backward runs makes again, its gradients, the head's V rows where their gradient
+           waits for the embeddings' (tied, one stage) or for the fp32 sums
+    end    n - 1 pairs and one layer's, the first of a chunk, in its backward; gradients (b) of the rest of the chunk under
+           bf16, where they wait for the fp32 sums until the chunk is done; in master precision they are added as they appear
     sums   bf16: n - 1 pairs, those gradients with the embeddings', and the largest of them in fp32
     step   no activation: gradients summed into slices, of which the norm squares the largest in fp64 (16 bytes a number);
            later, the accumulators gone, slices, their clipped copies and AdamW's square roots (3 M)
@@ -77,7 +78,7 @@ class StageMemory:
     def activations(self) -> StageActivations:
         """What autograd keeps a token."""
         return StageActivations(
-            self.shape, self.cut, self.bytes_per_value, self.lora_columns, self.lora_rows, self.plain_delta
+            self.shape, self.cut, self.bytes_per_value, self.lora_columns, self.lora_rows, self.plain_delta, self.ep
         )
 
     def parts(self, tokens: int, size: int = 1) -> dict[str, float]:
@@ -116,35 +117,39 @@ class StageMemory:
 
     def moments(self, tokens: int, size: int = 1, *, rank: int) -> dict[str, dict[str, float]]:
         """Beside what is always there: bytes by cause at each moment that may be the peak."""
-        flights, b = self.flights[rank], self.bytes_per_value
-        trained = self._trained(rank)
-        one = tokens * (self.activations.kept(self.recompute, size) + self.activations.between())
-        vision = self._vision(tokens) if rank == 0 else 0.0
-        backward = tokens * self.activations.backward(self.recompute, size)
-        layer = (trained.layers + trained.experts) / max(1.0, self.shape.layers / self.cut.pp) * b
-        held = trained.embeddings * b if rank == self.cut.pp - 1 else 0.0
-        wide = self.bytes_per_value < self._wide
-        chunk = b * (trained.total / self.cut.vpp if wide else 0.0)
-        vocabulary = b * float(-(-self.shape.vocab // self.cut.tp) * self.shape.hidden)
-        late = (
-            min(chunk, vocabulary) if rank == 0 and self.trained.embeddings else 0.0
-        )  # after the first layer's backward
-        kept = {"activations": flights * one, "vision": flights * vision}
+        flights, b, cut = self.flights[rank], self.bytes_per_value, self.cut
+        first, last, waits = rank == 0, rank == cut.pp - 1, b < self._wide
+        own, activations = self._trained(rank), self.activations
+        between = activations.between(
+            enters=first and self.trained.embeddings, sends=cut.pp > 1 and (cut.vpp > 1 or not last)
+        )
+        one = tokens * (activations.kept(self.recompute, size) + between)
+        vision = flights * self._vision(tokens, tower=first)
+        neighbours = (not first) + (not last) + (cut.vpp > 1)  # interleaved: a receive is posted a move ahead
+        backward = tokens * activations.backward(self.recompute, size, neighbours=neighbours)
+        vocabulary = b * float(-(-self.shape.vocab // cut.tp) * self.shape.hidden) if self.trained.embeddings else 0.0
+        # of the gathered weight: this rank's rows are a view of all of it
+        head = cut.tp * vocabulary if last and (waits or (self.shape.tied and cut.pp == 1)) else 0.0
+        layer = b * (own.layers + own.experts) / max(1.0, self.shape.layers / cut.pp) if waits else 0.0
+        top = min(layer, b * self._of_layer * self.trained.layers / 2)  # what its first linear in backward has got
+        chunk = b * own.total / cut.vpp if waits else 0.0
+        late = vocabulary if first else 0.0  # after the first layer's backward
+        kept = {"activations": flights * one, "vision": vision}
+        ending = (flights - 1) * one + tokens * (between + activations.kept_layer(self.recompute, size))
         found = {
-            "layer": kept
-            | {"layer": backward, "layer gradients": layer + held, "exchange": self._exchange(tokens, size)},
+            "layer": kept | {"layer": backward, "layer gradients": top + head},
             "end": {
-                "activations": (flights - 1) * one,
-                "vision": flights * vision,
+                "activations": ending,
+                "vision": vision,
                 "layer": backward,
-                "layer gradients": chunk - late if wide else self._largest(rank) * b,
+                "layer gradients": max(0.0, chunk - late - layer + top) if waits else head,
             },
             "step": self._step(rank),
         }
-        if wide:
+        if waits:
             sums = chunk + self._largest(rank) * self._wide
             found["sums"] = {"activations": (flights - 1) * one, "layer gradients": sums}
-        if rank == self.cut.pp - 1:
+        if last:
             found["head"] = kept | {"head": self._head(tokens)}
         return found
 
@@ -167,12 +172,16 @@ class StageMemory:
 
     def _largest(self, rank: int) -> float:
         """Weights of a rank's largest trained matrix: rows of the vocabulary, all experts' gate and up, or an MLP's."""
-        shape, own = self.shape, self.cut.own(self.shape)
         ends = rank in (0, self.cut.pp - 1) and self.trained.embeddings
-        vocabulary = -(-shape.vocab // self.cut.tp) * shape.hidden if ends else 0
+        vocabulary = -(-self.shape.vocab // self.cut.tp) * self.shape.hidden if ends else 0
+        return max(float(vocabulary), self._of_layer * self.trained.layers)
+
+    @property
+    def _of_layer(self) -> float:
+        """Weights of a layer's largest matrix, twice those of the next: gate and up of an MLP, or of all of a rank's experts."""
+        shape, own = self.shape, self.cut.own(self.shape)
         experts = shape.experts // self.ep * 2 * own.expert_mlp * shape.hidden
-        of_layer = experts or 2 * own.mlp * shape.hidden
-        return max(float(vocabulary), of_layer * self.trained.layers)
+        return float(experts or 2 * own.mlp * shape.hidden)
 
     def _step(self, rank: int) -> dict[str, float]:
         trained, wide = self._trained(rank), self._wide
@@ -184,7 +193,8 @@ class StageMemory:
     def _head(self, tokens: int) -> float:
         """Hidden states whole and their gradient; the final norm on this rank's rows; logits; weight and its gradient."""
         shape, b, wide, cut = self.shape, self.bytes_per_value, self._wide, self.cut
-        rows = cut.rows * shape.hidden * (4 + b + (b if cut.sequence_parallel else 0))
+        normed = 0 if self._adapted else b  # read by the norm's weight where it trains
+        rows = cut.rows * shape.hidden * (4 + normed + (b if cut.sequence_parallel else 0))
         per_token = 2 * shape.hidden * b + rows + 6 * wide
         matrix = shape.vocab * shape.hidden
         chunk = min(self.head_chunk_bytes, tokens * shape.vocab * wide)
@@ -192,19 +202,18 @@ class StageMemory:
         gradient = matrix * wide if self.trained.embeddings else 0.0
         return tokens * per_token + gathered + gradient + max(chunk, gradient * b / wide)
 
-    def _exchange(self, tokens: int, size: int) -> float:
-        if size == 1:
-            return 0.0
-        own = self.cut.own(self.shape)
-        return 2.0 * tokens * (own.heads + 2 * max(own.kv_heads, size)) * own.head_dim * self.bytes_per_value
-
-    def _vision(self, tokens: int) -> float:
-        """Of one micro-step on the first stage: the tower is never run again, its features are placed whole."""
+    def _vision(self, tokens: int, *, tower: bool) -> float:
+        """Of one micro-step: pixels on every stage; on the first the tower, which is never run again, and its features, which
+        are placed whole."""
         vision, b = self.shape.vision, self.bytes_per_value
         if vision is None or not self.visual_share:
             return 0.0
-        pixels = vision.patch_values * (4 + b) + 3 * vision.hidden * b
-        patch = self.activations.inner.vision_patch("none") + pixels
-        features = (1 + vision.deepstack) * 2 * self.shape.hidden * b
+        patches = tokens * self.visual_share * vision.merge
+        pixels = patches * vision.patch_values * 4
+        if not tower:
+            return pixels
+        entering = (b if b != 4 else 0) * vision.patch_values + vision.hidden * b  # pixels in b; with positions added
+        features = (1 + vision.deepstack) * self.shape.hidden * b
         deepstack = vision.deepstack * self.cut.rows * self.shape.hidden * b
-        return tokens * (self.visual_share * (vision.merge * patch + features) + deepstack)
+        of_patch = self.activations.inner.vision_patch("none") + entering
+        return pixels + patches * of_patch + tokens * (self.visual_share * features + deepstack)
