@@ -152,12 +152,6 @@ def test_a_call_plays_its_plan_once(monkeypatch):
     assert planner._played(batch, other, cost) == play(other, lengths, cost, layout) and played == [other]
 
 
-def test_costs_of_a_table_are_those_one_by_one():
-    cost, lengths = CostModel(SHAPE, EVEN, 8, index="zigzag"), [4096, 512, 4096]
-    table = planning._tabled(cost, lengths, (1, 2))
-    assert all(table(length, size) == cost(length, size) for length in lengths for size in (1, 2))
-
-
 def test_tensor_parallelism_cuts_the_layers_and_not_the_head():
     tokens = np.array([float(LENGTH)])
     whole, plain, rows = (
@@ -205,7 +199,7 @@ def test_planted_faults_are_found(monkeypatch):
 
 def test_planted_faults_of_the_search_and_of_rows_are_found(monkeypatch):
     """Budgets halved from the limit, a clock whose rows do not meet, a call that hands on a plan and not its play."""
-    monkeypatch.setattr(pipelines, "_fullest", lambda plan, lengths, limits: limits.budget)
+    monkeypatch.setattr(pipelines, "fullest_row", lambda steps, lengths, index, multiple: (10**7, 1))
     with pytest.raises(AssertionError):
         test_budgets_that_bind_nothing_are_not_tried(monkeypatch)
     monkeypatch.undo()

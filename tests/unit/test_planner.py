@@ -1,5 +1,6 @@
 """Plans: the hard budget, equal micro-steps, every sample once, the same on every rank; bugs C1, C4, C5, C7, O8."""
 
+import gc
 import time
 
 import numpy as np
@@ -7,9 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.data.plan import Limits, Plan, default_cost, lower_bound, makespan, padded_length, row_tokens, step_times
-from longspan.data.planner import make_plan
+from longspan.data.cost import CostModel
+from longspan.data.machine import Machine
+from longspan.data.plan import (
+    Limits,
+    Plan,
+    Row,
+    default_cost,
+    fullest_row,
+    lower_bound,
+    makespan,
+    padded_length,
+    row_times,
+    row_tokens,
+    step_times,
+)
+from longspan.data.planner import make_draft, make_plan
+from longspan.data.shape import ModelShape
 from longspan.errors import UserError
+
+SHAPE = ModelShape(hidden=2048, layers=28, heads=16, kv_heads=8, head_dim=128, mlp=6144, vocab=151936, tied=True)
 
 
 def check(plan: Plan, lengths: list[int], limits: Limits) -> None:
@@ -174,11 +192,43 @@ def test_10k_samples_on_64_ranks_in_one_second():
     assert took < 1.0, took
 
 
+def test_a_draft_says_what_its_plan_takes_and_leaves_the_collector_on():
+    lengths, limits = long_tailed(500), Limits(8, 1, 32768, sizes=(1, 2, 4, 8))
+    draft = make_draft(lengths, limits, default_cost, step_cost=7.0)
+    plan = draft.place()
+    assert plan == draft.place() == make_plan(lengths, limits, default_cost, step_cost=7.0)
+    assert draft.makespan == pytest.approx(makespan(plan, lengths, default_cost, step_cost=7.0), rel=1e-12)
+    assert gc.isenabled()
+
+
 def test_step_times_add_up_to_the_makespan():
     lengths = [5, 9, 30, 2]
     plan = make_plan(lengths, Limits(2, 1, 32))
     times = step_times(plan, lengths, default_cost)
     assert makespan(plan, lengths, default_cost, step_cost=2.0) == pytest.approx(sum(times) + 2.0 * len(times))
+
+
+@pytest.mark.parametrize("index", ["contiguous", "zigzag"])
+def test_what_is_computed_at_once_is_what_one_sample_at_a_time_gives(index):
+    """Times of rows, the bound and the fullest row of a cost model (arrays), against the plain sums."""
+    lengths = [4096, 512, 4096, 9, 30_000, 77]
+    limits = Limits(4, 1, 20_000, index, sizes=(1, 2, 4), multiple=4)
+    cost = CostModel(SHAPE, Machine.load("h200"), num_ranks=4, index=index)
+    first = (Row((2, 4), 0, 2), Row((5,), 2, 1), Row((), 3, 1))
+    plan = Plan((first, (Row((0, 1, 3), 0, 4),)), 4)
+    rows = [row for rows in plan.micro_steps for row in rows]
+    alone = [sum((cost(lengths[i], row.size) for i in row.samples), 0.0) for row in rows]
+    assert row_times(rows, lengths, cost).tolist() == alone and alone[2] == 0.0
+    assert step_times(plan, lengths, cost) == [
+        max(sum(cost(lengths[i], row.size) for i in row.samples) for row in rows) for rows in plan.micro_steps
+    ]
+    tokens = [row_tokens([lengths[i] for i in row.samples], row.size, index, multiple=4) for row in rows]
+    sizes = [row.size for row in rows]
+    assert fullest_row(plan.micro_steps, lengths, index, multiple=4) == max(zip(tokens, sizes, strict=True))
+    fits = [[size for size in (1, 2, 4) if padded_length(n, size, index) <= limits.capacity(size)] for n in lengths]
+    work = sum(min(c * cost(n, c) for c in some) for n, some in zip(lengths, fits, strict=True)) / 4
+    longest = max(min(cost(n, c) for c in some) for n, some in zip(lengths, fits, strict=True))
+    assert lower_bound(lengths, limits, cost) == pytest.approx(max(work, longest), rel=1e-14)
 
 
 @pytest.mark.parametrize(

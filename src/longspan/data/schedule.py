@@ -13,6 +13,8 @@ A heuristic: benchmarks/planner.py and docs/planning.md state how far it is from
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -28,13 +30,20 @@ POLISHED = 40_000  # samples x ranks up to which more is tried and micro-steps e
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Samples as numbers: for each CP size k, what they take."""
+    """Samples as numbers: for each CP size k, what they take. Arrays for what is done to all samples at once, the same numbers as
+    lists for what goes from sample to sample."""
 
     limits: Limits
-    order: list[int]  # samples, longest first
-    weights: list[list[int]]  # [k][i] tokens, pads included
-    times: list[list[float]]  # [k][i]
+    order: np.ndarray  # [m] i64, samples, longest first
+    tokens: np.ndarray  # [k, n] i64, pads included
+    seconds: np.ndarray  # [k, n] f64
+    weights: list[list[int]]  # tokens
+    times: list[list[float]]  # seconds
     step_cost: float
+
+    @staticmethod
+    def of(limits: Limits, order: np.ndarray, tokens: np.ndarray, seconds: np.ndarray, step_cost: float) -> "Problem":
+        return Problem(limits, order, tokens, seconds, tokens.tolist(), seconds.tolist(), step_cost)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -45,8 +54,8 @@ class Problem:
         return [self.limits.capacity(size) for size in self.sizes]
 
 
-def schedule(problem: Problem) -> Plan:
-    """The best of a few thresholds, and never behind static CP at the smallest size that holds every sample."""
+def schedule(problem: Problem) -> Steps:
+    """Rows without ranks yet. The best of a few thresholds, and never behind static CP at the smallest size that holds every sample."""
     best, best_time = _search(problem)
     if (static := _static(problem)) is not None:
         fixed, fixed_time = _search(static)
@@ -55,7 +64,7 @@ def schedule(problem: Problem) -> Plan:
     _even_out(best, problem)
     if len(problem.order) * problem.limits.num_ranks <= POLISHED:
         polish(best, problem.weights, problem.times, problem.limits)
-    return _plan(best, problem.limits)
+    return best
 
 
 def _static(problem: Problem) -> Problem | None:
@@ -63,30 +72,32 @@ def _static(problem: Problem) -> Problem | None:
     if len(problem.sizes) == 1:
         return None
     for k, size in enumerate(problem.sizes):
-        if problem.limits.num_ranks % size == 0 and max(problem.weights[k]) <= problem.capacities[k]:
+        if problem.limits.num_ranks % size == 0 and problem.tokens[k].max() <= problem.capacities[k]:
             limits = replace(problem.limits, cp=size, sizes=None)
-            return replace(problem, limits=limits, weights=[problem.weights[k]], times=[problem.times[k]])
+            return replace(
+                problem, limits=limits, tokens=problem.tokens[k : k + 1], seconds=problem.seconds[k : k + 1],
+                weights=[problem.weights[k]], times=[problem.times[k]],
+            )  # fmt: skip
     return None
 
 
 def _search(problem: Problem) -> tuple[Steps, float]:
-    weights, times = np.asarray(problem.weights), np.asarray(problem.times)
-    fits = weights <= np.asarray(problem.capacities)[:, None]
+    times, fits = problem.seconds, problem.tokens <= np.asarray(problem.capacities)[:, None]
     works = np.where(fits, times * np.asarray(problem.sizes)[:, None], np.inf)
     bound = math.fsum(works.min(axis=0).tolist()) / problem.limits.num_ranks
     bound = max(bound, float(np.where(fits, times, np.inf).min(axis=0).max()))
     best: Steps | None = None
     best_time = math.inf
-    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    trials = [(_choose(times, fits, threshold), threshold) for threshold in _thresholds(problem, works, fits)]
-    if (
-        len(problem.order) * problem.limits.num_ranks <= POLISHED
-    ):  # as static CP would: at least so many ranks for every row
-        trials += [(np.maximum(fits.argmax(axis=0), k), trials[0][1]) for k in range(1, len(problem.sizes))]
-    for sizes, threshold in trials:
-        chosen: list[int] = sizes.tolist()
+    seen: set[tuple[bytes, tuple[int, ...]]] = set()
+    thresholds = _thresholds(problem, works, fits)
+    trials = ((_choose(times, fits, threshold), threshold) for threshold in thresholds)
+    if len(problem.order) * problem.limits.num_ranks <= POLISHED:
+        # as static CP would: at least so many ranks for every row
+        wider = ((np.maximum(fits.argmax(axis=0), k), thresholds[0]) for k in range(1, len(problem.sizes)))
+        trials = chain(trials, wider)
+    for chosen, threshold in trials:
         counts = _counts(problem, chosen, threshold)
-        if (key := (tuple(chosen), tuple(counts))) in seen:
+        if (key := (chosen.tobytes(), tuple(counts))) in seen:
             continue
         seen.add(key)
         candidates = _candidates(problem, chosen, counts)
@@ -110,10 +121,9 @@ def _thresholds(problem: Problem, works: np.ndarray, fits: np.ndarray) -> list[f
     """From the height of the tallest sample at its smallest size down to a fraction of an even micro-step."""
     limits, columns = problem.limits, np.arange(fits.shape[1])
     least = fits.argmax(axis=0)
-    times, weights = np.asarray(problem.times), np.asarray(problem.weights)
-    tallest = float(times[least, columns].max())
+    tallest = float(problem.seconds[least, columns].max())
     work = math.fsum(works[least, columns].tolist()) / limits.num_ranks
-    tokens = int(weights[least, columns].sum())
+    tokens = int(problem.tokens[least, columns].sum())
     steps = max(1, -(-tokens // (limits.budget * limits.num_ranks)))
     count = min(24, max(2, SAMPLES_TRIED // len(problem.order)))
     even = [work / number for number in range(steps, steps + count // 3)]
@@ -129,23 +139,18 @@ def _choose(times: np.ndarray, fits: np.ndarray, threshold: float) -> np.ndarray
     return np.where(within.any(axis=0), within.argmax(axis=0), fastest)
 
 
-def _counts(problem: Problem, chosen: Sequence[int], threshold: float) -> list[int]:
+def _counts(problem: Problem, chosen: np.ndarray, threshold: float) -> list[int]:
     """Rows of each size: enough for tokens and time; ranks left over become rows of the smallest size."""
-    num_sizes = len(problem.sizes)
-    tokens, heights, large, samples = [0] * num_sizes, [0.0] * num_sizes, [0] * num_sizes, [0] * num_sizes
-    weights, times, capacities = problem.weights, problem.times, problem.capacities
-    for i in problem.order:
-        k = chosen[i]
-        weight = weights[k][i]
-        tokens[k] += weight
-        heights[k] += times[k][i]
-        large[k] += 2 * weight > capacities[k]  # no two of them share a row
-        samples[k] += 1
-    counts = [
-        min(samples[k], max(-(-tokens[k] // capacities[k]), large[k], math.ceil(heights[k] / threshold - 1e-6)))
-        for k in range(num_sizes)
-    ]
-    return _fill_ranks(problem, counts, samples[0])
+    numbers = chosen[problem.order]
+    tokens, seconds = problem.tokens[numbers, problem.order], problem.seconds[numbers, problem.order]
+    heights = np.bincount(numbers, seconds, len(problem.sizes)).tolist()  # summed in order: alike on every CPU
+    counts: list[int] = []
+    for k, capacity in enumerate(problem.capacities):
+        mine = tokens[numbers == k]
+        large = int((2 * mine > capacity).sum())  # no two of them share a row
+        rows = max(-(-int(mine.sum()) // capacity), large, math.ceil(heights[k] / threshold - 1e-6))
+        counts.append(min(len(mine), rows))
+    return _fill_ranks(problem, counts, int((numbers == 0).sum()))
 
 
 def _fill_ranks(problem: Problem, counts: list[int], samples: int) -> list[int]:
@@ -155,22 +160,22 @@ def _fill_ranks(problem: Problem, counts: list[int], samples: int) -> list[int]:
     return [min(max(samples, counts[0]), counts[0] + idle), *counts[1:]]
 
 
-def _candidates(problem: Problem, chosen: list[int], counts: list[int]) -> list[Steps]:
+def _candidates(problem: Problem, chosen: np.ndarray, counts: list[int]) -> list[Steps]:
     """Samples spread over so many rows (or the next number that holds them); for one size also first-fit decreasing."""
-    samples = sum(chosen[i] == 0 for i in problem.order)
+    order, smallest = problem.order.tolist(), chosen[problem.order].tolist()
+    weights, times = problem.tokens[:, problem.order].tolist(), problem.seconds[:, problem.order].tolist()
+    samples = smallest.count(0)
     result: list[Steps] = []
     for _ in range(3):
         kinds = [
-            Bins.empty(count, capacity, weights=weights, times=times)
-            for count, capacity, weights, times in zip(
-                counts, problem.capacities, problem.weights, problem.times, strict=True
-            )
+            Bins.empty(counts[k], capacity, weights=weights[k], times=times[k])
+            for k, capacity in enumerate(problem.capacities)
         ]
-        fill(problem.order, kinds, chosen)
+        fill(order, kinds, smallest)
         rows = [
             OpenRow(samples, size, height)
             for size, bins in zip(problem.sizes, kinds, strict=True)
-            for samples, height in zip(bins.contents, bins.heights, strict=True)
+            for samples, height in zip(bins.contents, bins.heights(), strict=True)
             if samples
         ]
         result = [_shelves(rows, problem)]
@@ -179,9 +184,9 @@ def _candidates(problem: Problem, chosen: list[int], counts: list[int]) -> list[
             return result
         counts = _fill_ranks(problem, opened, samples)
     if len(problem.sizes) == 1:  # too tight for spreading by cost: fewest tokens lost counts more
-        times, size = problem.times[0], problem.sizes[0]
-        bins = first_fit(problem.order, problem.weights[0], problem.capacities[0])
-        result.append(_shelves([OpenRow(row, size, sum(times[i] for i in row)) for row in bins], problem))
+        seconds, size = problem.times[0], problem.sizes[0]
+        bins = first_fit(order, weights[0], problem.capacities[0])
+        result.append(_shelves([OpenRow(row, size, sum(seconds[i] for i in row)) for row in bins], problem))
     return result
 
 
@@ -210,15 +215,15 @@ def _even_out(steps: Steps, problem: Problem) -> None:
         even_out(step, problem.weights, problem.times, problem.limits)
 
 
-def _stacks(problem: Problem, chosen: list[int]) -> Steps:
+def _stacks(problem: Problem, sizes_of: np.ndarray) -> Steps:
     """While one sample is taller than an even micro-step: a micro-step as tall as it, filled with the tallest samples
     that still end in time. The rest is spread evenly.
 
     Better than spreading alone where few micro-steps hold samples of very different cost a token.
     """
     sizes, weights, times, capacities = problem.sizes, problem.weights, problem.times, problem.capacities
-    ranks = problem.limits.num_ranks
-    left = sorted(problem.order, key=lambda i: (-times[chosen[i]][i], i))
+    ranks, chosen = problem.limits.num_ranks, sizes_of.tolist()
+    left = sorted(problem.order.tolist(), key=lambda i: (-times[chosen[i]][i], i))
     steps: Steps = []
     while left:
         tokens = sum(weights[chosen[i]][i] for i in left)
@@ -226,12 +231,9 @@ def _stacks(problem: Problem, chosen: list[int]) -> Steps:
         number = -(-tokens // (problem.limits.budget * ranks))
         even = work / ranks / number
         if times[chosen[left[0]]][left[0]] <= EVEN * even:
-            rest = set(left)
-            part = replace(problem, order=[i for i in problem.order if i in rest])
-            counts = _counts(part, chosen, even)
-            return steps + min(
-                _candidates(part, chosen, counts), key=lambda steps: total_time(steps, problem.step_cost)
-            )
+            part = replace(problem, order=problem.order[np.isin(problem.order, left)])
+            spread = _candidates(part, sizes_of, _counts(part, sizes_of, even))
+            return steps + min(spread, key=lambda steps: total_time(steps, problem.step_cost))
         limit = times[chosen[left[0]]][left[0]] * (1 + 1e-9)
         free = problem.limits.num_ranks
         rows: list[list[OpenRow]] = [[] for _ in sizes]
@@ -264,7 +266,7 @@ def _stacks(problem: Problem, chosen: list[int]) -> Steps:
     return steps
 
 
-def _plan(steps: Steps, limits: Limits) -> Plan:
+def place(steps: Steps, limits: Limits) -> Plan:
     """Ranks for the rows: large groups first, so that powers of two start at multiples of themselves.
 
     Among groups of one size the row that costs most goes to the ranks that have done least. Idle ranks run inert rows.
@@ -272,19 +274,20 @@ def _plan(steps: Steps, limits: Limits) -> Plan:
     done = [0.0] * limits.num_ranks
     result: list[tuple[Row, ...]] = []
     unit = limits.all_sizes[0]
-    for rows in sorted(steps, key=lambda rows: -max(row.height for row in rows)):
-        idle = (limits.num_ranks - sum(row.size for row in rows)) // unit
+    for rows in sorted(steps, key=lambda rows: -max([row.height for row in rows])):
+        idle = (limits.num_ranks - sum([row.size for row in rows])) // unit
         everything = [*rows, *(OpenRow([], unit, 0.0) for _ in range(idle))]
-        placed: list[Row] = []
+        everything.sort(key=lambda row: (-row.size, -row.height, row.samples))
+        placed: list[tuple[int, OpenRow]] = []
         start = 0
-        for size in sorted({row.size for row in everything}, reverse=True):
-            mine = sorted((row for row in everything if row.size == size), key=lambda row: (-row.height, row.samples))
-            starts = [start + k * size for k in range(len(mine))]
-            load = {first: max(done[first : first + size]) for first in starts}
-            starts.sort(key=load.__getitem__)
-            for row, first in zip(mine, starts, strict=True):
-                placed.append(Row(tuple(sorted(row.samples)), start=first, size=size))
-                done[first : first + size] = [load[first] + row.height] * size
+        for size, group in groupby(everything, attrgetter("size")):
+            mine = list(group)
+            starts = range(start, start + size * len(mine), size)
             start += size * len(mine)
-        result.append(tuple(sorted(placed, key=lambda row: row.start)))
+            load = {first: max(done[first : first + size]) for first in starts} if size > 1 else done
+            for row, first in zip(mine, sorted(starts, key=load.__getitem__), strict=True):
+                placed.append((first, row))
+                done[first : first + size] = [load[first] + row.height] * size
+        placed.sort()  # no two at one start
+        result.append(tuple([Row(tuple(sorted(row.samples)), first, row.size) for first, row in placed]))
     return Plan(tuple(result), limits.num_ranks)

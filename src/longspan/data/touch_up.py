@@ -29,10 +29,11 @@ GAIN = 2e-3  # of a row's time: what a move between rows must bring
 
 def even_out(rows: list[OpenRow], weights: Weights, times: Times, limits: Limits) -> None:
     """Within one micro-step."""
-    limit = max(row.height for row in rows)
-    for row in rows:
-        _narrow(row, limit, weights, times, limits)
-    idle = limits.num_ranks - sum(row.size for row in rows)
+    if len(limits.all_sizes) > 1:
+        limit = max(row.height for row in rows)
+        for row in rows:
+            _narrow(row, limit, weights, times, limits)
+    idle = limits.num_ranks - sum([row.size for row in rows])
     while idle > 0:
         used = _split(rows, idle, weights, times, limits) or _widen(rows, idle, weights, times, limits)
         if not used:

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longspan.data import Limits, Plan, lower_bound, make_plan, makespan, padded_length, row_tokens
+import numpy as np
+
+from longspan.data import Limits, Plan, fullest_row, lower_bound, makespan, padded_length, row_tokens
 from longspan.data.cost import CostModel, Recompute
 from longspan.data.machine import Machine
 from longspan.data.memory import MemoryModel
-from longspan.data.planner import few_sizes
+from longspan.data.planner import Draft, few_sizes, make_draft
 from longspan.data.shape import ModelShape
 from longspan.data.stage_memory import EVERYTHING, StageMemory, Trained
 from longspan.data.stages import WHOLE, own_weights
@@ -71,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run the batch; plan is None where it cannot, and `reason` says why."""
+    """One way to run the batch; where it cannot, `reason` says why. Its plan is `placed`."""
 
     layout: Layout
     dynamic: bool
@@ -80,7 +82,8 @@ class Candidate:
     backend: Literal["fsdp", "megatron"] = "fsdp"
     budget: int = 0  # tokens a rank a micro-step
     room: int = 0  # tokens a rank that the memory holds; `budget` is no more than the batch needs
-    plan: Plan | None = None
+    plan: Plan | Draft | None = None
+    micro_steps: int = 0
     makespan_s: float = float("inf")
     peak_gib: float = 0.0
     peak_row: tuple[int, int] = (0, 1)  # tokens a rank and CP size of the fullest row
@@ -92,6 +95,11 @@ class Candidate:
         """Layout, policy and offload in one word each."""
         parts = [self.layout.name + ("-dynamic" if self.dynamic else ""), self.recompute, *self.offload]
         return " ".join([*parts, *(["megatron"] if self.backend == "megatron" else [])])
+
+    @property
+    def placed(self) -> Plan:
+        assert self.plan is not None, "advise raises where nothing fits"
+        return self.plan.place() if isinstance(self.plan, Draft) else self.plan
 
     @property
     def data_ranks(self) -> int:
@@ -111,7 +119,16 @@ def advise(request: Request) -> list[Candidate]:
         raise UserError(". ".join(filter(None, (_refusal(request, found), request.left_out))))
     level = [c for c in found if c.makespan_s <= LEVEL * found[0].makespan_s]
     simplest = min(level, key=lambda c: (c.layout.cp, c.dynamic, c.makespan_s))
-    return [simplest, *(c for c in found if c is not simplest)]
+    return [_exact(request, simplest), *(c for c in found if c is not simplest)]
+
+
+def _exact(request: Request, candidate: Candidate) -> Candidate:
+    """With its rows on ranks."""
+    plan = candidate.placed
+    if plan is candidate.plan:
+        return candidate
+    cost = cost_of(request, candidate)
+    return replace(candidate, plan=plan, makespan_s=makespan(plan, request.lengths, cost, step_cost=cost.step_s))
 
 
 def _evaluated(request: Request, policies: Sequence[Policy]) -> list[Candidate]:
@@ -298,23 +315,20 @@ def _evaluate(request: Request, blank: Candidate) -> Candidate:
         sizes = _sizes(request, layout) if candidate.dynamic else None
         limits = Limits(candidate.data_ranks, layout.cp, budget, layout.index, sizes)
         if cost.sharded:
-            plan, played = make_plan(request.lengths, limits, cost), None
-            makespan_s = makespan(plan, request.lengths, cost, step_cost=cost.step_s)
+            plan, played = make_draft(request.lengths, limits, cost), None
+            steps, makespan_s = plan.steps, plan.makespan
         else:
             plan, played = plan_stages(request.lengths, limits, cost, layout, media=request.visual_share > 0)
-            makespan_s = played.makespan_s + cost.update_s
+            steps, makespan_s = plan.micro_steps, played.makespan_s + cost.update_s
     except UserError as error:
         return replace(blank, reason=str(error))
-    fullest = max(
-        (row_tokens([request.lengths[i] for i in row.samples], row.size, layout.index), row.size)
-        for rows in plan.micro_steps
-        for row in rows
-    )
+    fullest = fullest_row(steps, request.lengths, layout.index)
     return replace(
         candidate,
         budget=budget,
         room=room,
         plan=plan,
+        micro_steps=len(steps),
         makespan_s=makespan_s,
         peak_gib=memory.peak(*fullest) / 2**30,
         peak_row=fullest,
@@ -355,7 +369,7 @@ def _check_spread(shape: ModelShape, layout: Layout) -> None:
 
 def _enough(request: Request, layout: Layout) -> int:
     """Tokens a rank that hold the whole batch at once; a larger budget changes nothing."""
-    padded = sum(padded_length(length, layout.cp, layout.index) for length in request.lengths)
+    padded = int(padded_length(np.array(request.lengths), layout.cp, layout.index).sum())
     return -(-padded // 2) * 2 + 2 * layout.cp
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from longspan.data import Limits, Plan, Row, make_plan, row_tokens
+from longspan.data import Limits, Plan, Row, fullest_row, make_plan, row_tokens
 from longspan.data.cost import FORWARDS, CostModel
 from longspan.data.stages import Cut
 from longspan.engine.megatron.schedule import Move, schedule
@@ -80,20 +80,12 @@ def plan_stages(
     for _ in range(SPLITS + 1 if layout.pp > 1 else 1):
         plan = make_plan(lengths, replace(limits, budget=budget), stage)
         found.append((plan, play(plan, lengths, cost, layout, media=media)))
-        fullest = _fullest(plan, lengths, limits)  # a budget above it binds nothing
+        # a budget above it binds nothing
+        fullest, _ = fullest_row(plan.micro_steps, lengths, limits.index, multiple=limits.multiple)
         budget = max(longest, fullest // 2)
         if budget > NEAR * fullest or found[-1][1].bubble_share < SMALL:
             break
     return min(found, key=lambda pair: pair[1].makespan_s)
-
-
-def _fullest(plan: Plan, lengths: Sequence[int], limits: Limits) -> int:
-    """Tokens a rank of the fullest row."""
-    return max(
-        row_tokens([lengths[i] for i in row.samples], row.size, limits.index, multiple=limits.multiple)
-        for rows in plan.micro_steps
-        for row in rows
-    )
 
 
 def play(plan: Plan, lengths: Sequence[int], cost: CostModel, layout: Layout, *, media: bool = False) -> Played:

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from longspan.data import row_times
 from longspan.data.cost import CostModel
 from longspan.data.jsonl import read_jsonl
 from longspan.data.machine import Machine
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     report = _report(request, found)
     _print(request, found, report)
     if options.json is not None:
-        Path(options.json).write_text(json.dumps(report, indent=2))
+        Path(options.json).write_text(_written(report))
     if options.picture is not None:
         _draw(request, found[0], report, Path(options.picture))
     return 0
@@ -257,18 +258,10 @@ def _positive(word: str, text: str) -> int:
 def _report(request: Request, found: Sequence[Candidate]) -> dict[str, Any]:
     best = found[0]
     cost = slowest_stage(cost_of(request, best), request.lengths, best.layout.cp)
-    assert best.plan is not None, "advise raises where nothing fits"
+    times = iter(row_times([row for rows in best.placed.micro_steps for row in rows], request.lengths, cost).tolist())
     steps = [
-        [
-            {
-                "samples": list(row.samples),
-                "start": row.start,
-                "size": row.size,
-                "seconds": sum(cost(request.lengths[i], row.size) for i in row.samples),
-            }
-            for row in rows
-        ]
-        for rows in best.plan.micro_steps
+        [{"samples": list(row.samples), "start": row.start, "size": row.size, "seconds": next(times)} for row in rows]
+        for rows in best.placed.micro_steps
     ]
     busy = sum(row["seconds"] * row["size"] for rows in steps for row in rows)
     busy_s = (busy,) if best.played is None else best.played.busy_s
@@ -310,6 +303,13 @@ def _report(request: Request, found: Sequence[Candidate]) -> dict[str, Any]:
     }
 
 
+def _written(report: dict[str, Any]) -> str:
+    """JSON, a micro-step a line."""
+    rest = json.dumps({name: value for name, value in report.items() if name != "micro_steps"}, indent=2)
+    steps = ",\n".join(f"    {json.dumps(rows)}" for rows in report["micro_steps"])
+    return f'{rest[:-2]},\n  "micro_steps": [\n{steps}\n  ]\n}}\n'
+
+
 def _stages(request: Request, candidate: Candidate) -> list[dict[str, float]]:
     """Bytes by cause at the peak, of a rank of each pipeline stage."""
     memory = memory_of(request, candidate)
@@ -321,7 +321,7 @@ def _stages(request: Request, candidate: Candidate) -> list[dict[str, float]]:
 def _sizes(candidate: Candidate) -> dict[int, int]:
     """CP size -> number of samples that run at it."""
     sizes: dict[int, int] = {}
-    for rows in candidate.plan.micro_steps if candidate.plan else ():
+    for rows in candidate.placed.micro_steps:
         for row in rows:
             if row.samples:
                 sizes[row.size] = sizes.get(row.size, 0) + len(row.samples)
@@ -330,10 +330,13 @@ def _sizes(candidate: Candidate) -> dict[int, int]:
 
 def _bottleneck(cost: CostModel, request: Request, candidate: Candidate, stages: Sequence[dict[str, float]]) -> str:
     """The largest part of the slowest stage's time and of the fullest one's memory: what to look at next."""
+    samples: dict[int, list[int]] = {}
+    for row in (row for rows in candidate.placed.micro_steps for row in rows):
+        samples.setdefault(row.size, []).extend(row.samples)
     totals: dict[str, float] = {}
-    for row in (row for rows in candidate.plan.micro_steps for row in rows) if candidate.plan else ():
-        lengths = np.array([request.lengths[i] for i in row.samples], dtype=np.float64)
-        for name, seconds in cost.parts(lengths, row.size).items():
+    for size, mine in samples.items():
+        lengths = np.array([request.lengths[i] for i in mine], dtype=np.float64)
+        for name, seconds in cost.parts(lengths, size).items():
             totals[name] = totals.get(name, 0.0) + float(seconds.sum())
     memory = max(stages, key=lambda parts: sum(parts.values()))
     return f"time: {max(totals, key=totals.__getitem__)}; memory: {max(memory, key=memory.__getitem__)}"
@@ -354,7 +357,7 @@ def _print(request: Request, found: Sequence[Candidate], report: dict[str, Any])
             candidate.layout.name + (" dynamic" if candidate.dynamic else ""),
             " ".join([candidate.recompute, *candidate.offload]),
             f"{candidate.budget:,}",
-            str(len(candidate.plan.micro_steps)),
+            str(candidate.micro_steps),
             f"{candidate.makespan_s:.4g}",
             f"{candidate.makespan_s / best.makespan_s:.2f}x",
             f"{candidate.played.bubble_share:.0%}" if candidate.played and candidate.layout.pp > 1 else "",

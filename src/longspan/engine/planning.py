@@ -5,13 +5,12 @@ The same inputs on every rank give the same plan (law 2). Does not know tensors 
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from longspan.data import Limits, Plan, lower_bound, make_plan, makespan, row_tokens
+from longspan.data import Limits, Plan, fullest_row, lower_bound, make_plan, makespan, row_times
 from longspan.data.cost import CostModel
 from longspan.data.machine import Machine
 from longspan.data.plan import Cost, default_cost
@@ -99,9 +98,7 @@ class Planner:
         cost = self._cost(batch)
         played = self._played(batch, plan, cost)
         limits = self._limits(batch)
-        bound = lower_bound(
-            batch.lengths, limits, _tabled(self._bottleneck(batch, cost), batch.lengths, limits.all_sizes)
-        )
+        bound = lower_bound(batch.lengths, limits, self._bottleneck(batch, cost))
         report = {
             "plan/micro_steps": float(len(plan.micro_steps)),
             "plan/predicted_s": self.watch.predicted_s(played.makespan_s),
@@ -125,11 +122,10 @@ class Planner:
             if self._kept is not None and self._kept[0] is plan:
                 return self._kept[1]
             return play(plan, batch.lengths, cost, self.layout, media=_sees(batch))
-        step_cost, sizes = _step_cost(cost), {row.size for rows in plan.micro_steps for row in rows}
-        cost = _tabled(cost, batch.lengths, sizes)
+        step_cost, rows = _step_cost(cost), [row for rows in plan.micro_steps for row in rows]
         whole = makespan(plan, batch.lengths, cost, step_cost=step_cost)
-        rows = [row for rows in plan.micro_steps for row in rows]
-        work = sum(row.size * cost(batch.lengths[i], row.size) for row in rows for i in row.samples)
+        seconds = row_times(rows, batch.lengths, cost).tolist()
+        work = math.fsum(row.size * each for row, each in zip(rows, seconds, strict=True))
         return Played(whole, (work + self.ranks * step_cost * len(plan.micro_steps),), whole)
 
     def _bottleneck(self, batch: Batch, cost: Cost) -> Cost:
@@ -151,9 +147,8 @@ class Planner:
 
     def _memory(self, batch: Batch, plan: Plan) -> tuple[float, float]:
         """GiB at the peak of this rank: what the memory model says of the fullest row of a plan, and the allocator's."""
-        index = self.layout.index
-        rows = [(row, [batch.lengths[i] for i in row.samples]) for rows in plan.micro_steps for row in rows]
-        tokens, size = max((row_tokens(lengths, row.size, index), row.size) for row, lengths in rows)
+        assert self.layout.index != "auto", "a mesh's layout is resolved"
+        tokens, size = fullest_row(plan.micro_steps, batch.lengths, self.layout.index)
         model = self.memory_of(sum(map(sum, batch.media_tokens)) / sum(batch.lengths))
         peak = model.peak(tokens, size)
         if isinstance(model, StageMemory):
@@ -177,16 +172,6 @@ class Planner:
 def _step_cost(cost: Cost) -> float:
     """Time of a micro-step as such; without a model in default_cost's unit, tokens."""
     return cost.step_s if isinstance(cost, CostModel) else 1024.0
-
-
-def _tabled(cost: Cost, lengths: Sequence[int], sizes: Iterable[int]) -> Cost:
-    """The same cost for these lengths and sizes; a model's is computed all at once (2,048 samples: 2 ms, one by one 60)."""
-    if not isinstance(cost, CostModel):
-        return cost
-    distinct = sorted(set(lengths))
-    tokens = np.array(distinct, dtype=np.float64)
-    table = {size: dict(zip(distinct, cost.times(tokens, size).tolist(), strict=True)) for size in sizes}
-    return lambda length, size: table[size][length]
 
 
 def _sees(batch: Batch) -> bool:
