@@ -24,6 +24,16 @@ from longspan.data.shape import ModelShape
 CHUNK = 64  # tokens of a chunk of plain DeltaNet (mixers/deltanet_chunked.py)
 
 
+def attention_kept(shape: ModelShape, bytes_per_value: int, size: int, *, queries: int, keys: int) -> float:
+    """Bytes a token of one softmax attention, its norms left out. queries, keys: how many tensors of the width of all query
+    heads (out is one) and of all KV heads are kept. Beside them the LSE and, in a row of several ranks, out before the
+    exchange; k and v repeated for more ranks than heads."""
+    heads = queries * shape.heads + keys * shape.kv_heads
+    if size > 1:
+        heads += shape.heads + 2 * max(0, size - shape.kv_heads)
+    return float(heads * shape.head_dim * bytes_per_value + 4 * shape.heads)
+
+
 @dataclass(frozen=True, slots=True)
 class Activations:
     """Bytes a token. lora_width: inputs and ranks of a layer's adapted linear layers; every other weight is frozen then."""
@@ -78,15 +88,10 @@ class Activations:
 
     def compiled_layers(self, recompute: str, size: int) -> list[float]:
         """What each compiled layer keeps. Recurrent mixers and experts run as they are."""
-        shape, b = self.shape, self.bytes_per_value
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        attention = (2 * queries + 2 * keys) * b + 4 * shape.heads
-        mlp = 0.0
-        if recompute == "none":
-            attention += (queries + keys) * b if shape.normed_queries else 0
-            mlp = 2.0 * shape.mlp * b
-        if size > 1:
-            attention += queries * b + 2 * max(0, size - shape.kv_heads) * shape.head_dim * b
+        shape, b, products = self.shape, self.bytes_per_value, recompute == "none"
+        count = 3 if products and shape.normed_queries else 2  # q, k, v, out; q and k before their norms
+        attention = attention_kept(shape, b, size, queries=count, keys=count)
+        mlp = 2.0 * shape.mlp * b if products else 0.0
         mixers = [attention] * shape.attention_layers + [self.recurrent()] * shape.linear_layers
         mlps = [mlp] * (shape.layers - shape.moe_layers) + [self.experts()] * shape.moe_layers
         pieces = 3 * shape.hidden * b + self.lora_width * b
@@ -109,15 +114,12 @@ class Activations:
         return width * (4 + (0 if self.lora_width else self.bytes_per_value)) + 4 * heads
 
     def _attention(self, size: int) -> float:
-        shape, b = self.shape, self.bytes_per_value
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        kept = (2 * queries + 2 * keys) * b + 4 * shape.heads  # q, k, v, out, LSE
+        """q, k, v, out, LSE; a gate's sigmoid and product."""
+        shape = self.shape
+        kept = attention_kept(shape, self.bytes_per_value, size, queries=4 if shape.gated_attention else 2, keys=2)
         if shape.normed_queries:
-            kept += self._norm(queries, shape.heads) + self._norm(keys, shape.kv_heads)
-        if shape.gated_attention:
-            kept += 2 * queries * b
-        if size > 1:  # out before and after the exchange; k and v repeated for more ranks than heads
-            kept += queries * b + 2 * max(0, size - shape.kv_heads) * shape.head_dim * b
+            for heads in (shape.heads, shape.kv_heads):
+                kept += self._norm(heads * shape.head_dim, heads)
         return kept
 
     def recurrent(self) -> float:

@@ -20,7 +20,7 @@ derives what is left out.
 
 from dataclasses import dataclass
 
-from longspan.data.activations import Activations
+from longspan.data.activations import Activations, attention_kept
 from longspan.data.shape import ModelShape
 from longspan.data.stages import Cut
 
@@ -154,14 +154,11 @@ class StageActivations:
         return width * ((wide if copied or b != wide else 0) + (0 if frozen else normed)) + 4 * heads
 
     def _attention(self, size: int) -> float:
-        own, b = self.own, self.bytes_per_value
-        q, k = own.heads * own.head_dim, own.kv_heads * own.head_dim
-        kept = 3.0 * (q + k) * b + 4 * own.heads
+        """q, k, v fused, q and k after RoPE, out; a gate's three; v once more after an exchange."""
+        own, gated = self.own, self.own.gated_attention
+        exchanged_v = 1 if size > 1 else 0
+        kept = attention_kept(own, self.bytes_per_value, size, queries=6 if gated else 3, keys=3 + exchanged_v)
         if own.normed_queries:
-            kept += self._norm(q, own.heads, copied=own.gated_attention or own.kv_heads > 1)
-            kept += self._norm(k, own.kv_heads, copied=own.gated_attention)
-        if own.gated_attention:
-            kept += 3 * q * b
-        if size > 1:  # out before and after the exchange, v after it; k and v repeated for more ranks than heads
-            kept += (q + k) * b + 2 * max(0, size - own.kv_heads) * own.head_dim * b
+            kept += self._norm(own.heads * own.head_dim, own.heads, copied=gated or own.kv_heads > 1)
+            kept += self._norm(own.kv_heads * own.head_dim, own.kv_heads, copied=gated)
         return kept
