@@ -117,7 +117,7 @@ def engine_of(model, name, backend="megatron", **settings):
 
 
 def prepared(job, folder):
-    """The plan of a job, and the oracle's answers."""
+    """The plan of a job, and the oracle's answers, to APART too."""
     request = Request(
         job.path(folder),
         {},
@@ -127,7 +127,8 @@ def prepared(job, folder):
         steps=2,
         cases=(*(CASES[name] for name in job.cases), APART),
     )
-    return prepare(request, Reference(request.model, dtype=torch.float64, value_head=True))
+    plan, truth = prepare(request, Reference(request.model, dtype=torch.float64, value_head=True))
+    return replace(plan, cases=plan.cases[:-1]), truth
 
 
 def check(plan, path, job):
