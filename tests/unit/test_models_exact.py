@@ -106,6 +106,7 @@ def packed(
         prepared=mixer.prepare(piece.info, CPU),
         kernel=kernel or choose_kernel(CPU, torch.float64, adapter.head_dim),
         cache=AttentionCache() if selective else None,
+        tower_cache=AttentionCache() if selective else None,
         moe=moe,
     )
     hidden = adapter.hidden(piece, media, context)

@@ -4,6 +4,10 @@
 from the forward keyword `longspan=Context`. `longspan_flash_vision` (tower): full attention inside each image, one
 varlen call for all images. HF walks images one by one unless the implementation's name contains "flash", and such a
 name fails while a model is built; so `use_vision_bridge` sets it on the finished tower.
+
+The views are undone in the order in which HF's modules made them, and by squeeze: then gradients are views of what the
+kernel wrote, with the strides that compiled layers ask for. `x[0]` would have them filled with zeros and copied, and a
+stride of another order, of an axis of size 1 too, copied once more (torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
@@ -50,9 +54,9 @@ def decoder_attention(
     if softcap is not None:
         raise UserError(f"attention soft cap {softcap} is not supported by the mixers ({type(module).__name__})")
     out_THD = context.mixer.attend(
-        query[0].transpose(0, 1),  # [1, H, T, D] -> [T, H, D]
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        query.transpose(1, 2).squeeze(0),  # [1, H, T, D] -> [T, H, D]
+        key.transpose(1, 2).squeeze(0),
+        value.transpose(1, 2).squeeze(0),
         context.prepared,
         scale=scaling,
         window=sliding_window,
@@ -80,9 +84,9 @@ def vision_attention(
     context = _context(longspan, module)
     block = Block(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, "full", offset=())
     out_THD = Local().attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
         LocalPrepared(Call(None, None, block, fresh=True)),
         scale=scaling,
         kernel=context.kernel,
