@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from longspan.data import Sample
+from longspan.layout import Layout
 from longspan.parity import differences
 from longspan.parity.cells import CHANCE, Cell
-from longspan.parity.compare import _against
+from longspan.parity.compare import ORACLE_DTYPE, Request, _against, prepare
+from longspan.parity.reference import Reference
 
 SAMPLES = [Sample([1, 2, 3], [2, 3, 4], [1.0, 0.0, 1.0]), Sample([5], [6], [1.0])]
 ZEROS = [torch.zeros(3), torch.zeros(1)]
@@ -73,3 +75,14 @@ def test_limits_are_ratios_where_a_ratio_can_be_taken() -> None:
     baseline[2] = Cell("dp1", "weights", "grad/norm", 0.2, 1e-5)  # after a step, where the weights differ too
     assert limit("weights", "grad/norm") == pytest.approx(0.24)
     assert all(_against(cell, baseline).passed for cell in baseline), "the unsharded engine holds against itself"
+
+
+@pytest.mark.parametrize(("dtype", "clips"), [("bfloat16", False), ("float64", True)])
+def test_steps_in_bf16_have_no_edge(dtype: str, clips: bool) -> None:
+    """Rounding takes a token across a clip's edge: the gradient jumps, and a ratio of errors says nothing of the layout."""
+    request = Request(
+        "tiny:qwen3", {"dp1": Layout()}, dtype=dtype, lengths=[3, 5], cases=(), checks=("weights",), steps=1
+    )
+    plan, truth = prepare(request, Reference(request.model, dtype=ORACLE_DTYPE[dtype], seed=0, value_head=True))
+    assert any("clip" in name for name in plan.step_case.settings) == clips
+    assert len(truth.norms) == 1 and math.isfinite(truth.norms[0])

@@ -92,6 +92,8 @@ RULES = (
 )
 ALL = {"kl": 0.1, "entropy": 0.01}
 STEP_CASE = Case("steps", "ppo", {**PPO, **ALL}, "sample")
+# bf16: a token that rounding takes across a clip's edge moves the gradient's norm by a fifth, and the steps after it go elsewhere
+SMOOTH_STEP_CASE = Case("steps", "importance_sampling", ALL, "sample")
 
 
 def default_cases(*, value_head: bool, moe: bool = False, mtp: bool = False, teacher: bool = False) -> tuple[Case, ...]:

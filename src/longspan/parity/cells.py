@@ -8,8 +8,8 @@ standard deviations of such a ratio add (`CHANCE`), so that 1.2 is left for the 
     log-probs   as a root mean square over all tokens; and the largest of n, whose standard deviation is 1.28 / (2 ln n) of itself
                 (Gumbel): largest / (1 + 4 * sqrt(2) * 1.28 / (2 ln n))
 A norm is one number; its error is at most the gradient's as long as the weights are the same: after a step the unsharded engine's own
-may be larger (0.2 on tiny:qwen3_vl, whose gradient is 0.03 off) and counts then. Several calls and one are each within 1.2 times the
-error of the unsharded engine, so within twice that of each other.
+may be larger and counts then. Steps have a loss without an edge (cases.SMOOTH_STEP_CASE). Several calls and one are each within 1.2
+times the error of the unsharded engine, so within twice that of each other.
 """
 
 import math

@@ -58,6 +58,7 @@ class Plan:
     limits: Limits
     checks: Sequence[str] = ALL_CHECKS
     steps: int = 3
+    step_case: Case = STEP_CASE
     probes: Sequence[Probe] = ()
     exact_leak: bool = True  # False: experts group tokens, see MOE_LEAK
     calls: Sequence[str] = CALL_ORDERS  # what check "calls" compares with one call of everything
@@ -292,7 +293,7 @@ def _weights(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> No
     engine.clear_gradients()
     norms = []
     for _ in range(plan.steps):
-        engine.forward_backward(plan.samples, STEP_CASE.objective(), normalise=STEP_CASE.normalise)
+        engine.forward_backward(plan.samples, plan.step_case.objective(), normalise=plan.step_case.normalise)
         norms.append(engine.optim_step(STEP)["grad/norm"])
     findings.saw(norms)
     weights = engine.state_dict()

@@ -18,7 +18,7 @@ from longspan.engine import EngineConfig
 from longspan.errors import LongspanError, RankError, RankLost, UserError
 from longspan.launch import launch, world
 from longspan.layout import Layout
-from longspan.parity.cases import STEP_CASE, Case, default_cases
+from longspan.parity.cases import SMOOTH_STEP_CASE, STEP_CASE, Case, default_cases
 from longspan.parity.cells import BFLOAT16_FACTOR, LIMITS, Cell
 from longspan.parity.checks import ALL_CHECKS, NORMS, STEP, Findings, Plan, Truth, check_layout
 from longspan.parity.faults import FAULTS, planted
@@ -136,6 +136,7 @@ def prepare(request: Request, reference: Reference) -> tuple[Plan, Truth]:
         limits=LIMITS[request.dtype],
         checks=request.checks,
         steps=request.steps,
+        step_case=SMOOTH_STEP_CASE if request.dtype == "bfloat16" else STEP_CASE,
         probes=probes_of(reference, samples) if "leak" in request.checks else (),
         exact_leak=not moe,
         teacher=teacher,
@@ -181,7 +182,7 @@ def answers(reference: Reference, plan: Plan) -> Truth:
     reference.clear()
     norms = []
     for _ in range(plan.steps if "weights" in plan.checks else 0):
-        reference.run(plan.samples, STEP_CASE)
+        reference.run(plan.samples, plan.step_case)
         norms.append(
             reference.adamw(
                 lr=STEP.lr, betas=STEP.betas, eps=STEP.eps, weight_decay=STEP.weight_decay, clip_norm=STEP.clip_norm
