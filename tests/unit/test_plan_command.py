@@ -8,6 +8,7 @@ import pytest
 
 from longspan.cli import main
 from longspan.data.cost import CostModel
+from longspan.data.machine import SHIPPED
 from longspan.engine.plan_command import parse_lengths, read_histogram
 from longspan.errors import UserError
 from longspan.models.tiny import tiny
@@ -185,6 +186,13 @@ def test_no_layout_helps_where_one_layer_does_not_fit(tmp_path, capsys):
             ["--lengths", "9", "--picture", "/nowhere/x.png"],
             "cannot be written, because there is no folder /nowhere. Make it",
         ),
+        (["--lengths", "9", "--json", "x.html", "--picture", "./x.html"], "--json and --picture both name x.html"),
+        (
+            ["--lengths", "9x4097", "--picture", "x.png"],
+            "draws at most 4096 samples on 1024 GPUs, and these are 4097 on 1",
+        ),
+        (["--lengths", "9", "--gpus", "1025", "--picture", "x.png"], "and these are 1 on 1025"),
+        (["--lengths", "9", "--json", "/dev/full"], "/dev/full cannot be written: No space left on device"),
         (["--lengths", "9", "--json", "/proc/x.json"], "because /proc is no folder that this user may write to"),
     ],
 )
@@ -205,6 +213,7 @@ def test_histograms(tmp_path):
         ("[" * 100000, "cannot be read"),
         ('{"1": 1000000000000000000}', "not a positive number of at most"),
         ('{"1": 131072, "2": 1}', "131073 samples or more"),
+        ('{"5": 1, "5": 2}', "stands in it twice"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=words):
@@ -233,6 +242,48 @@ def test_a_report_that_cannot_be_written_is_refused_before_any_work(command, cap
         assert said.endswith(f"--json: {path} cannot be written, because {why}")
         assert len(said.splitlines()) == 1
     assert time.perf_counter() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads=0, which must be at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+        ({"num_hidden_layers": 0, "layer_types": None}, "num_hidden_layers"),
+        ({"hidden_size": -8}, "hidden_size=-8"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"hidden_size": "wide"}, "no readable config (Validation error for field 'hidden_size'"),
+        ({"model_type": "no_such"}, "no readable config"),
+        (None, "no readable config"),
+    ],
+    ids=str,
+)
+def test_a_config_that_no_model_has_is_one_line_and_status_2(tmp_path, capsys, changes, words):
+    config = [] if changes is None else tiny("qwen3").to_dict() | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", str(tmp_path), "--lengths", "9"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert len(said.splitlines()) == 1 and words in said, said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"matmul_flops": 0}, "matmul_flops is 0; it is a number from 1e-15 to 1e+30"),
+        ({"matmul_flops": 10**400}, "matmul_flops is 1000"),
+        ({"node_ranks": True}, "node_ranks is True"),
+        ({"node_ranks": 0.5}, "node_ranks is 0.5"),
+        ({"gather_overlap": 1.5}, "gather_overlap is 1.5; it is a number from 0 to 1"),
+        (None, "is not JSON"),
+    ],
+    ids=["zero", "beyond a float", "a bool", "half a rank", "more than all", "too deep"],
+)
+def test_constants_of_no_machine_are_refused(tmp_path, capsys, changes, words):
+    path, known = tmp_path / "m.json", json.loads((SHIPPED / "h200.json").read_text())
+    path.write_text("[" * 100_000 if changes is None else json.dumps(known | changes))
+    assert main(["plan", "--model", "tiny:qwen3", "--lengths", "9", "--machine", str(path)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert len(said.splitlines()) == 1 and words in said, said
 
 
 def test_an_export_to_no_folder_is_refused_before_any_work(capsys):

@@ -192,6 +192,17 @@ def test_10k_samples_on_64_ranks_in_one_second():
     assert took < 1.0, took
 
 
+@pytest.mark.parametrize("sizes", [None, (1, 2, 4, 8)], ids=["static", "dynamic"])
+def test_many_short_samples_share_few_micro_steps(sizes):
+    """Thresholds of a large batch ended at its tallest sample, so that each of 20,000 equal ones had a row of its own."""
+    lengths, limits = [200] * 20_000, Limits(8, 1, 32768, sizes=sizes)
+    plan = make_plan(lengths, limits, default_cost, step_cost=1024.0)
+    check(plan, lengths, limits)
+    fewest = -(-20_000 // (8 * (32768 // 200)))
+    least = lower_bound(lengths, limits, default_cost) + 1024.0 * fewest
+    assert makespan(plan, lengths, default_cost, step_cost=1024.0) <= 1.05 * least
+
+
 def test_a_draft_says_what_its_plan_takes_and_leaves_the_collector_on():
     lengths, limits = long_tailed(500), Limits(8, 1, 32768, sizes=(1, 2, 4, 8))
     draft = make_draft(lengths, limits, default_cost, step_cost=7.0)

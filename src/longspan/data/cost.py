@@ -133,7 +133,8 @@ class CostModel:
     def traffic_s(self) -> float:
         """FSDP's traffic in a micro-step at most, hidden or not: weights gathered for forward and again for backward, fp32
         gradients scattered after it. Calls that have room gather once, and scatter once a call (engine/reductions.py); that
-        is decided of a finished plan, so plans count with the upper case."""
+        is decided of a finished plan, so plans count with the upper case. It is one in bytes too: a rank receives only the others'
+        part. On two H200s (results/step_cp.json, 64k row) 64 ms are said, and NCCL's kernels took 39, with one gather 33."""
         machine, shape = self.machine, self.shape
         if self.num_ranks == 1 or not self.sharded:
             return 0.0

@@ -2,11 +2,13 @@
 here."""
 
 import json
+import reprlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from longspan.errors import UserError
 
+MOST = 1e30  # of any constant
 SHIPPED = Path(__file__).parent / "machines"
 
 
@@ -33,13 +35,14 @@ class Machine:
     host_bytes_s: float  # between a GPU and pinned host memory, one way
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if item.name == "name":
+        for name, value in asdict(self).items():
+            if name == "name":
                 continue
-            value = asdict(self)[item.name]
-            low = 0.0 if item.name == "gather_overlap" else 1e-15
-            if not isinstance(value, int | float) or not low <= value < float("inf"):
-                raise UserError(f"machine {self.name!r}: {item.name} is {value!r}; it is a finite number above 0.")
+            low, high = {"gather_overlap": (0.0, 1.0), "node_ranks": (1, MOST)}.get(name, (1e-15, MOST))
+            if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+                raise UserError(
+                    f"machine {self.name!r}: {name} is {reprlib.repr(value)}; it is a number from {low:g} to {high:g}."
+                )
 
     @staticmethod
     def load(name_or_path: str | Path) -> "Machine":
@@ -54,7 +57,7 @@ class Machine:
             )
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of 5,000 digits; too deep
             raise UserError(f"machine file {path} is not JSON: {error}.") from None
         if not isinstance(values, dict):
             raise UserError(f"machine file {path} holds a {type(values).__name__}, not an object of constants.")

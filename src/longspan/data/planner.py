@@ -101,8 +101,9 @@ def _uncollected() -> Iterator[None]:
 def few_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Of many CP sizes the small ones, 2^k, 3 * 2^k and the largest: what lies between gains little and costs
     groups."""
+    most = max(sizes)
     return tuple(
-        c for c in sizes if c <= 4 or c == max(sizes) or c & (c - 1) == 0 or (c % 3 == 0 and c // 3 & (c // 3 - 1) == 0)
+        c for c in sizes if c <= 4 or c == most or c & (c - 1) == 0 or (c % 3 == 0 and c // 3 & (c // 3 - 1) == 0)
     )
 
 

@@ -126,7 +126,7 @@ def _thresholds(problem: Problem, works: np.ndarray, fits: np.ndarray) -> list[f
     tokens = int(problem.tokens[least, columns].sum())
     steps = max(1, -(-tokens // (limits.budget * limits.num_ranks)))
     count = min(24, max(2, SAMPLES_TRIED // len(problem.order)))
-    even = [work / number for number in range(steps, steps + count // 3)]
+    even = [work / number for number in range(steps, steps + max(1, count // 3))]
     low = min(work / steps / 2, tallest)
     grid = [tallest * (low / tallest) ** (step / count) for step in range(count + 1)] if low > 0 else [tallest]
     return sorted({*grid, *even}, reverse=True)

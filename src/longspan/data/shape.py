@@ -107,8 +107,8 @@ class ModelShape:
         """From `PretrainedConfig.to_dict()`; a VLM's text and vision parts are found inside."""
         nested = config.get("text_config")
         text: Config = nested if isinstance(nested, dict) else config
-        hidden, heads = _number(text, "hidden_size"), _number(text, "num_attention_heads")
-        layers = _number(text, "num_hidden_layers")
+        hidden, heads = _number(text, "hidden_size", least=1), _number(text, "num_attention_heads", least=1)
+        layers = _number(text, "num_hidden_layers", least=1)
         kinds = text.get("layer_types")
         kinds = list(kinds) if isinstance(kinds, list) else []
         experts = _number(text, "num_experts", _number(text, "num_local_experts", 0))
@@ -121,10 +121,10 @@ class ModelShape:
             hidden=hidden,
             layers=layers,
             heads=heads,
-            kv_heads=_number(text, "num_key_value_heads", heads),
-            head_dim=_number(text, "head_dim", hidden // heads),
+            kv_heads=_number(text, "num_key_value_heads", heads, least=1),
+            head_dim=_number(text, "head_dim", hidden // heads, least=1),
             mlp=mlp,
-            vocab=_number(text, "vocab_size"),
+            vocab=_number(text, "vocab_size", least=1),
             tied=tied,
             window=window if isinstance(window, int) and windowed else None,
             windowed_layers=windowed if isinstance(window, int) else 0,
@@ -161,9 +161,11 @@ def _vision(config: Config) -> VisionShape | None:
     )
 
 
-def _number(config: Config, name: str, default: int | None = None) -> int:
+def _number(config: Config, name: str, default: int | None = None, *, least: int = 0) -> int:
     value = config.get(name)
     if isinstance(value, int) and not isinstance(value, bool):
+        if value < least:
+            raise UserError(f"the model config has {name}={value}, which must be at least {least}. Correct config.json")
         return value
     if default is None:
         raise UserError(

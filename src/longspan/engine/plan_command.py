@@ -39,6 +39,7 @@ SPREAD = 64  # samples drawn for a "mean/max" request
 SHOWN = 8  # candidates of a search in the table
 MOST_SAMPLES = 2**17  # of one plan
 DIGITS = 12  # of a length or a count
+DRAWN = (4096, 1024)  # samples and GPUs of a picture at most: some seconds, and as many pixels as an image has
 FREEZE = ("vision", "embeddings", "layers")
 
 
@@ -93,15 +94,30 @@ def main(arguments: Sequence[str]) -> int:
         if Path(options.picture).suffix not in (".png", ".html"):
             raise UserError(f"--picture {options.picture} must end in .png or .html")
         check_writable("--picture", Path(options.picture))
+        if options.json is not None and Path(options.json).resolve() == Path(options.picture).resolve():
+            raise UserError(f"--json and --picture both name {options.json}. Name two files")
     request = _request(options)
+    if options.picture is not None and (len(request.lengths) > DRAWN[0] or request.gpus > DRAWN[1]):
+        raise UserError(
+            f"--picture draws at most {DRAWN[0]} samples on {DRAWN[1]} GPUs, and these are {len(request.lengths)} on "
+            f"{request.gpus}. Leave it out, or plan fewer"
+        )
     found = advise(request)
     report = _report(request, found)
     _print(request, found, report)
     if options.json is not None:
-        Path(options.json).write_text(_written(report))
+        _write("--json", Path(options.json), _written(report).encode())
     if options.picture is not None:
-        _draw(request, found[0], report, Path(options.picture))
+        path = Path(options.picture)
+        _write("--picture", path, _picture(request, found[0], report, html_page=path.suffix == ".html"))
     return 0
+
+
+def _write(option: str, path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise UserError(f"{option}: {path} cannot be written: {error.strerror}. Name another file") from error
 
 
 def _request(options: PlanOptions) -> Request:
@@ -225,7 +241,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 def read_histogram(path: Path) -> tuple[int, ...]:
     """A JSON object {length: count}, as lengths."""
     try:
-        counts = json.loads(path.read_text(encoding="utf-8"))
+        counts = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--histogram {path} cannot be read: {error}") from error
     if not isinstance(counts, dict) or not counts:
@@ -236,6 +252,13 @@ def read_histogram(path: Path) -> tuple[int, ...]:
         _check_count(len(lengths) + many, str(path))
         lengths += [_positive(str(length), str(path))] * many
     return tuple(lengths)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a length stands in it twice, and only the last would count")
+    return found
 
 
 def _check_count(many: int, text: str) -> None:
@@ -394,8 +417,8 @@ def _of_which(report: dict[str, Any]) -> str:
     return f" ({report['bubble_share']:.1%} the pipeline's bubble)" if report["bubble_share"] else ""
 
 
-def _draw(request: Request, best: Candidate, report: dict[str, Any], path: Path) -> None:
-    """Rows on data ranks over time; of a pipeline those of its slowest stage."""
+def _picture(request: Request, best: Candidate, report: dict[str, Any], *, html_page: bool) -> bytes:
+    """Rows on data ranks over time, as PNG or in a page; of a pipeline those of its slowest stage."""
     steps = report["micro_steps"]
     figure = Figure(figsize=(10, 1 + 0.4 * best.data_ranks))
     FigureCanvasAgg(figure)
@@ -421,14 +444,11 @@ def _draw(request: Request, best: Candidate, report: dict[str, Any], path: Path)
     axes.set(xlabel="seconds (predicted)", ylabel=label, yticks=range(best.data_ranks), title=best.name)
     image = BytesIO()
     figure.savefig(image, format="png", dpi=120, bbox_inches="tight")
-    if path.suffix == ".png":
-        path.write_bytes(image.getvalue())
-    else:
-        body = html.escape(json.dumps(report, indent=2)[:20000])
-        picture = base64.b64encode(image.getvalue()).decode()
-        path.write_text(
-            f"<h1>{html.escape(best.name)}</h1><img src='data:image/png;base64,{picture}'><pre>{body}</pre>"
-        )
+    if not html_page:
+        return image.getvalue()
+    body = html.escape(json.dumps(report, indent=2)[:20000])
+    picture = base64.b64encode(image.getvalue()).decode()
+    return f"<h1>{html.escape(best.name)}</h1><img src='data:image/png;base64,{picture}'><pre>{body}</pre>".encode()
 
 
 if __name__ == "__main__":

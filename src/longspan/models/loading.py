@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -118,9 +119,10 @@ def read_config(name_or_path: str) -> PretrainedConfig:
     folder, more = locate(name_or_path)
     try:
         return AutoConfig.from_pretrained(folder, **more)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        why = " ".join(str(error).split())
         raise UserError(
-            f"model {name_or_path!r} has no readable config ({error}). Give 'tiny:<family>', a folder with config.json "
+            f"model {name_or_path!r} has no readable config ({why}). Give 'tiny:<family>', a folder with config.json "
             "or a hub id"
         ) from error
 
