@@ -7,7 +7,8 @@
 One `forward_backward` of 64k tokens, no optimizer: forward, recomputation, backward, gradient reduction, the PPO loss
 with entropy. Layers are compiled one by one (`compile=True`) or run as they are. Time is wall clock around the call,
 the device synchronised on both sides, so host work counts; the slower rank's. tokens/s: real tokens of all ranks.
-Rows with images decode them on the host inside the step; `tower_ms` is the vision tower alone, forward + backward.
+Rows with images decode them on the host inside the step; `tower_ms` is the vision tower alone, forward + backward
+without recomputation.
 MFU: 6 * (parameters without the embedding) * T (4 * for frozen weights under LoRA) + 3 * causal attention forward FLOPs
 (2 * sum(L^2) * H * D a layer), over 989 TFLOP/s a GPU; recomputation, DeltaNet's scans and the vision tower are not
 counted. Peak: allocator's, with gradients; fp32 masters, no Adam moments. No kernel's time depends on random weights.
@@ -34,8 +35,8 @@ from transformers import PretrainedConfig
 from longspan import Engine, EngineConfig, Layout, Objective, Sample
 from longspan.engine.batch import make_batch
 from longspan.engine.config import DTYPES
+from longspan.engine.fsdp import compiled
 from longspan.engine.fsdp.backend import FSDPBackend
-from longspan.engine.fsdp.compiled import compiler
 from longspan.engine.steps import Keep
 from longspan.errors import LongspanError, OutOfMemory
 from longspan.launch import launch, world
@@ -209,7 +210,7 @@ def _tower(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, Any
     tower = type(inside)(known).to(where, DTYPES[engine.config.dtype])
     use_vision_bridge(tower)
     for block in tower.blocks if engine.config.compile else ():
-        block.compile(backend=compiler(""))
+        block.compile(backend=compiled.BACKENDS[compiled.PLAIN])
 
     def both() -> None:
         out = run_tower(tower, step.media, step.context)

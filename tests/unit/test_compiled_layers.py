@@ -3,16 +3,19 @@
 The partitioner is torch's own; its code generator is left out (aot_eager_decomp_partition), which would take a minute here.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import silu
 
-from longspan.engine.config import EngineConfig
+from longspan import Engine, EngineConfig, Objective, Sample
 from longspan.engine.fsdp import compiled
 from longspan.engine.fsdp.compiled import KEEPS, compile_keeping, keeps_of
 
@@ -50,6 +53,23 @@ def test_layers_keep_what_the_policy_says(policy: str, wide: int, monkeypatch: p
     assert kept.count((TOKENS, MLP)) == wide  # gate and up, never their product
     assert kept.count((TOKENS, WIDTH)) == 2  # x and attended; under "none" the sum in the place of x
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("default")  # dynamo looks at .grad of what is no leaf
+@pytest.mark.parametrize("variants", [compiled.VARIANTS, 8])
+def test_a_hybrid_model_is_compiled_for_all_lengths(variants: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kinds of layers share one `forward`: under dynamo's own limit of eight the second length would run uncompiled."""
+    monkeypatch.setattr(compiled, "compile_fx", lookup_backend("aot_eager_decomp_partition"))
+    monkeypatch.setattr(compiled, "VARIANTS", variants)
+    torch._dynamo.reset()
+    with dynamo_config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        engine = Engine.build(EngineConfig("tiny:qwen3_5", dtype="float64", compile=True, max_tokens_per_rank=128))
+        with nullcontext() if variants > 8 else pytest.raises(FailOnRecompileLimitHit):
+            for length in (20, 33, 47):
+                ids = torch.arange(length + 1) % 90
+                sample = Sample(ids[:-1], ids[1:], torch.ones(length))
+                engine.forward([sample])
+                engine.forward_backward([sample], Objective("cross_entropy"))
 
 
 def test_a_checkpoint_stands_where_layers_keep_nothing_by_themselves() -> None:

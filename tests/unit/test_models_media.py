@@ -4,7 +4,11 @@ and processor.
 Bugs G2, G5, G7, G10, G17, G18 of the field's reports; planted faults stand beside the checks.
 """
 
+import json
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -14,6 +18,7 @@ from longspan.data.sample import Sample
 from longspan.errors import UserError
 from longspan.models.adapter import read_samples
 from longspan.models.expand import NamedModel, expand
+from longspan.models.images import MediaReader, media_reader
 from longspan.models.loading import load_model
 from longspan.models.placeholders import match_spans, media_rows, mrope_positions
 from longspan.models.tiny import IMAGE_ID, VIDEO_ID, VISION_END_ID, VISION_START_ID
@@ -188,6 +193,56 @@ def test_pixels_equal_transformers(vl):
     expected = plain(images=[image], return_tensors="pt")
     assert torch.equal(vl.reader.pixels(Image(image)), expected["pixel_values"])
     assert vl.reader.grid(Image(image)) == tuple(expected["image_grid_thw"][0].tolist())
+
+
+SETTINGS = {
+    "no mean given": {},
+    "clip": {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]},
+    "not normalised": {"do_normalize": False},
+    "not rescaled": {"do_rescale": False, "image_mean": [127.0] * 3, "image_std": [64.0] * 3},
+    "rescaled to 0..2": {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [1.0] * 3},
+    "bilinear": {"resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+}
+
+
+def reader_of(vl, folder, name: str, settings: dict) -> MediaReader:
+    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    sizes["size"] = {"shortest_edge": 64, "longest_edge": 64 * 16384}
+    (folder / name).write_text(json.dumps(sizes | settings))
+    return media_reader(vl.model.config.vision_config, str(folder))
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_pixels_follow_the_preprocessor_file(vl, tmp_path, settings):
+    image = picture(20, 33)
+    made = reader_of(vl, tmp_path, "preprocessor_config.json", settings).pixels(Image(image))
+    expected = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)(images=[image], return_tensors="pt")
+    assert torch.equal(made, expected["pixel_values"].float())
+
+
+def test_videos_have_their_own_file(vl, tmp_path):
+    clip, mean, std = frames(2, 16, 24), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5, 0.6, 0.7])
+    settings = {"image_mean": mean.tolist(), "image_std": std.tolist()}
+    reader = reader_of(vl, tmp_path, "video_preprocessor_config.json", settings)
+    by_channel = [x.reshape(-1, 3, 2 * 4 * 4).double() for x in (reader.pixels(clip), vl.reader.pixels(clip))]
+    raw = by_channel[1] * 0.5 + 0.5
+    assert torch.allclose(by_channel[0], (raw - mean[:, None]) / std[:, None], atol=1e-6)
+    assert torch.equal(reader.pixels(Image(picture(8, 8))), vl.reader.pixels(Image(picture(8, 8))))
+
+
+def test_a_file_without_resizing_is_refused(vl, tmp_path):
+    with pytest.raises(UserError, match="do_resize=false is not supported"):
+        reader_of(vl, tmp_path, "preprocessor_config.json", {"do_resize": False})
+
+
+def test_one_lazy_picture_in_many_samples_is_decoded_by_many_threads(vl, tmp_path):
+    PIL.Image.fromarray(picture(512, 512)).save(tmp_path / "lazy.png")
+    wanted = vl.reader.frames(Image(tmp_path / "lazy.png"))
+    for _ in range(5):
+        lazy = PIL.Image.open(tmp_path / "lazy.png")
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(vl.reader.frames, [Image(lazy) for _ in range(4)]))
+        assert all(torch.equal(x, wanted) for x in found)
 
 
 def test_float_and_byte_pixels_are_the_same_picture(vl):

@@ -123,7 +123,7 @@ class Activations:
         return kept
 
     def recurrent(self) -> float:
-        """Of one Gated DeltaNet mixer. On fla's kernels, compiled: 70.8 GiB of a whole step said, 71.5 measured (log.md)."""
+        """Of one Gated DeltaNet mixer. While v was a view on fla's kernels: 70.8 GiB of a step said, 71.5 measured (docs/log.md)."""
         shape, b = self.shape, self.bytes_per_value
         values = shape.linear_value_heads * shape.linear_head_dim
         convolved = 2 * shape.linear_key_heads * shape.linear_head_dim + values

@@ -8,6 +8,7 @@ uint8 RGB [H, W, 3] (video [F, H, W, 3]); float arrays are taken as 0..1; EXIF o
 import hashlib
 import itertools
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ VideoSource = str | os.PathLike[str] | np.ndarray | Tensor | Sequence[ImageSourc
 Key = tuple[str | int, ...]
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_LAZY = (
+    threading.Lock()
+)  # one PIL image may be in several samples, and decodes itself when first used, in one thread only
 EXIF_ORIENTATION = 274  # tag; values 5 to 8 swap height and width
 
 
@@ -56,7 +60,8 @@ class Image:
         if isinstance(self.source, np.ndarray | Tensor):
             return PIL.Image.fromarray(_pixels("Image", self.source))
         if isinstance(self.source, PIL.Image.Image):
-            return _upright(self.source)
+            with _LAZY:
+                return _upright(self.source)
         with _open(Path(self.source)) as image:
             try:
                 return _upright(image)

@@ -16,6 +16,7 @@ from longspan.engine.checkpoint import agree
 from longspan.engine.config import EngineConfig
 from longspan.engine.kernels import start_kernel
 from longspan.errors import UserError
+from longspan.launch import host_threads
 from longspan.layout import Mesh, SeqInfo, Shard, shard
 from longspan.mixers import AttentionCache, make_mixer, make_transport
 from longspan.models.adapter import Adapter, Context
@@ -76,7 +77,13 @@ class StepBuilder:
         with agree(self.mesh, f"reading the media of samples {row.samples}", raises=UserError, advice=advice):
             plan = plan_media(samples, self.adapter.reader, row.size)
             return media_shard(
-                plan, samples=samples, reader=self.adapter.reader, stream=stream, info=info, device=self.mesh.device
+                plan,
+                samples=samples,
+                reader=self.adapter.reader,
+                stream=stream,
+                info=info,
+                device=self.mesh.device,
+                threads=host_threads(),
             )
 
     def _context(self, piece: Shard, keep: Keep) -> Context:

@@ -136,10 +136,12 @@ def media_shard(
     stream: Stream,
     info: SeqInfo,
     device: torch.device,
+    threads: int = 1,
 ) -> MediaShard:
-    """Decode this rank's images and look up its tokens' rows. `samples` are the row's; `info.group` is its CP group."""
+    """Decode this rank's images, `threads` at a time, and look up its tokens' rows. `samples` are the row's; `info.group` is
+    its CP group."""
     mine = plan.of_rank(info.group.rank)
-    pixels = _pixels([samples[item.sample].media[item.item] for item in mine], mine, reader, device)
+    pixels = _pixels([samples[item.sample].media[item.item] for item in mine], mine, reader, device, threads)
     grid = torch.tensor([item.grid for item in mine] or [[1, reader.merge, reader.merge]])
 
     def find(media_row: Tensor) -> tuple[Tensor, Tensor]:  # [T_local] -> [K], [K]
@@ -161,16 +163,17 @@ def media_shard(
 
 
 def _pixels(
-    media: Sequence[Image | Video], items: Sequence[Encoded], reader: MediaReader, device: torch.device
+    media: Sequence[Image | Video], items: Sequence[Encoded], reader: MediaReader, device: torch.device, threads: int
 ) -> Tensor:
-    """[P, C] fp32 on the device. Media are decoded side by side, in as many threads as this rank may use: PIL lets them."""
+    """[P, C] fp32 on the device. PIL lets threads decode side by side."""
     if not media:
         return torch.zeros(reader.merge**2, reader.patch_width, device=device)
     counts = [math.prod(item.grid) for item in items]
     found = torch.empty(sum(counts), reader.patch_width, device=device)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for own, frames in zip(found.split(counts), pool.map(reader.frames, media), strict=True):
-            own.copy_(reader.patches(frames.to(device)))
+    with ThreadPoolExecutor(threads) as pool:
+        decoded = pool.map(reader.frames, media)
+        for item, frames, own in zip(media, decoded, found.split(counts), strict=True):
+            reader.write_patches(item, frames.to(device), own)
     return found
 
 

@@ -32,7 +32,7 @@ from longspan.engine.common import (
     zero_slots,
 )
 from longspan.engine.config import DTYPES, EngineConfig
-from longspan.engine.fsdp.compiled import checkpoint_tower, compile_layers, keeps_of
+from longspan.engine.fsdp.compiled import compile_layers, keeps_of
 from longspan.engine.fsdp.host import CHECKPOINT, HostStore
 from longspan.engine.fsdp.host_optimizer import HostOptimizer
 from longspan.engine.fsdp.policy import Policy, public_name, shard_policy
@@ -93,8 +93,6 @@ class FSDPBackend:
         keep = keeps_of(config)
         if keep is None:
             _recompute(adapter, config.recompute, self.host)
-        elif config.recompute == "selective":
-            checkpoint_tower(adapter)
         if config.compile:
             compile_layers(adapter, config)
         shard_policy(

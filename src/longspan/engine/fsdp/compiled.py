@@ -9,16 +9,17 @@ layer keeps what the partitioner is told to; q, k, v and attention's output are 
 Measured on one H200, Qwen3-1.7B's shape, 64k tokens: selective 35.2k tok/s and 61 GiB against 33.3k and 33 GiB with a checkpoint a layer.
 
 The blocks of a vision tower have a checkpoint around them under "selective", too, that keeps attention's output: without it one of Qwen3-VL
-keeps its fused q, k, v, and q and k rotated beside them, 17 KiB a patch where 4 are enough. An image has four patches a token: 40 GiB of 124
-at a 64k row of which half is images (measured on one H200).
+keeps its fused q, k, v, and q and k rotated beside them. An image has four patches a token: a 64k row of which half is images peaked at
+124 GiB on one H200 where the memory model, which counts the checkpoints, says 84 (benchmarks/results/step_models.json).
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import checkpoint
@@ -28,13 +29,17 @@ from longspan.engine.config import EngineConfig
 from longspan.engine.fsdp.host import CHECKPOINT
 from longspan.models.adapter import Adapter, tower_blocks
 
-__all__ = ["KEEPS", "checkpoint_tower", "compile_layers", "compiler", "keeps_of"]
+__all__ = ["BACKENDS", "KEEPS", "PLAIN", "checkpoint_tower", "compile_keeping", "compile_layers", "keeps_of"]
 
+PLAIN = "plain"  # torch's own partition, of what has a checkpoint around it
 # recompute policy -> settings of torch's partitioner; a policy that is not here has a checkpoint around each layer
 KEEPS: dict[str, dict[str, Any]] = {
     "selective": {"activation_memory_budget": 0.0},
     "none": {"aggressive_recomputation": True, "ban_recompute_reductions": False},
 }
+# of one `forward`: kinds of layers (Qwen3.5 has two) x with gradients and without x lengths fixed and free, and a few engines; past
+# the limit, 8 by itself, dynamo runs a layer as it is, which keeps everything
+VARIANTS = 64
 
 
 def keeps_of(config: EngineConfig) -> dict[str, Any] | None:
@@ -42,30 +47,29 @@ def keeps_of(config: EngineConfig) -> dict[str, Any] | None:
     return KEEPS.get(config.recompute) if config.compile and "checkpoints" not in config.offload else None
 
 
-def checkpoint_tower(adapter: Adapter) -> None:
-    """A checkpoint around each block of the vision tower."""
-    for block in tower_blocks(adapter):
+def compile_layers(adapter: Adapter, config: EngineConfig) -> None:
+    """Compile every unit of the model; under "selective" with a checkpoint around each block of a tower."""
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, VARIANTS)
+    alone = keeps_of(config) is not None
+    tower = tower_blocks(adapter) if alone and config.recompute == "selective" else []
+    checkpoint_tower(tower)
+    for unit in adapter.units():
+        unit.compile(backend=BACKENDS[config.recompute if alone and unit not in tower else PLAIN])
+
+
+def checkpoint_tower(blocks: Sequence[nn.Module]) -> None:
+    """A checkpoint around each block."""
+    for block in blocks:
         assert isinstance(block, GradientCheckpointingLayer), type(block)
         block.gradient_checkpointing = True
         block._gradient_checkpointing_func = partial(checkpoint, **CHECKPOINT)
-
-
-def compile_layers(adapter: Adapter, config: EngineConfig) -> None:
-    """Compile every unit of the model. What has a checkpoint around it is partitioned as torch does by itself."""
-    inside = "" if keeps_of(config) is None else config.recompute
-    tower = tower_blocks(adapter) if config.recompute == "selective" else []
-    for unit in adapter.units():
-        unit.compile(backend=compiler("" if unit in tower else inside))
-
-
-@cache
-def compiler(policy: str) -> Callable[[torch.fx.GraphModule, Sequence[Tensor]], Callable[..., Any]]:
-    """The backend of a policy of KEEPS, or torch's own partition. One object a policy: layers of the same shape, of other
-    engines too, share their code, and dynamo compiles a function at most eight times."""
-    return partial(compile_keeping, KEEPS.get(policy, {}))
 
 
 def compile_keeping(keep: dict[str, Any], graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """inductor, with these settings of the partitioner."""
     with functorch_config.patch(**keep):
         return compile_fx(graph, list(inputs))
+
+
+# one object a policy: layers of the same shape share their code, those of other engines of the process too
+BACKENDS = {policy: partial(compile_keeping, keep) for policy, keep in ({PLAIN: {}} | KEEPS).items()}
