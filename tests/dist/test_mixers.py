@@ -126,9 +126,9 @@ def faults() -> dict[str, float]:
     errors["rank order"] = max_error(run(swapped, info, plant=no_reorder), definition(swapped), info)
     copies = Case("ulysses", "contiguous", 4, STRADDLING, heads=8, kv_heads=2)
     info = plain(copies)
-    kept, ulysses._collect = ulysses._collect, first_copy_only
+    kept, ulysses.collect = ulysses.collect, first_copy_only
     errors["one copy of a KV head"] = max_error(run(copies, info), definition(copies), info)
-    ulysses._collect = kept
+    ulysses.collect = kept
     for mixer in ("ulysses", "ring", "gather", "hybrid"):
         case = Case(mixer, "contiguous", 4, STRADDLING)
         info, truth = plain(case), definition(case)

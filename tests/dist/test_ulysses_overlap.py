@@ -2,7 +2,7 @@
 
 The oracle is mixers/ulysses.py, itself checked against naive attention. `Late` fills what travels with NaN until it is waited
 for, so that a wait that misses or comes late is seen; it also notes the order of starts and waits. Controls: two head groups
-swapped; what was sent ahead for backward used without a wait.
+swapped on their way home; a wait for the way there, home, or of what was sent ahead for backward left out.
 """
 
 import gc
@@ -23,11 +23,11 @@ from longspan.layout.seqinfo import SeqInfo
 from longspan.mixers import Mixer, Saved, Ulysses
 from longspan.mixers.kernels.reference import Reference
 from longspan.mixers.transport import Ahead, Arrival, Collective
-from longspan.mixers.ulysses import UlyssesPrepared
 from longspan.mixers.ulysses_overlap import OverlappedUlysses, keep_arrivals, keep_output
 from longspan.mixers.ulysses_trip import Trip
 
-CASES = {  # ranks -> heads, KV heads, largest number of groups
+Shape = tuple[int, int, int]
+CASES: dict[int, list[Shape]] = {  # ranks -> heads, KV heads, largest number of groups
     4: [(8, 8, 2), (16, 8, 2), (16, 8, 4), (8, 4, 2), (8, 2, 2), (4, 1, 2)],
     3: [(6, 6, 2), (12, 3, 2)],
 }
@@ -73,18 +73,51 @@ class Late(Collective):
         return LateArrival(self.travels - 1, into, arrival, self.log)
 
 
+class There:
+    """An arrival whose wait is left out."""
+
+    def __init__(self, arrival: Any) -> None:
+        self.wait = lambda: arrival.into
+
+
 @contextmanager
 def unwaited() -> Iterator[None]:
     """The planted fault: backward takes what was sent ahead as if it were there."""
-
-    class There:
-        def __init__(self, arrival: Any) -> None:
-            self.wait = lambda: arrival.into
-
     take = Ahead.take
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ahead, "take", lambda self: [There(arrival) for arrival in take(self) or []] or None)
         yield
+
+
+to_heads, to_tokens = Trip.to_heads, Trip.to_tokens
+
+
+def heads_unwaited(trip: Trip, *tensors: Tensor) -> tuple[list[Tensor], list[Any]]:
+    landing, coming = to_heads(trip, *tensors)
+    return landing, [There(arrival) for arrival in coming]
+
+
+def tokens_unwaited(trip: Trip, tensors: tuple[Tensor, ...], into: tuple[Tensor, ...], g: int) -> Any:
+    return There(to_tokens(trip, tensors, into, g))
+
+
+def other_group(trip: Trip, tensors: tuple[Tensor, ...], into: tuple[Tensor, ...], g: int) -> Any:
+    return to_tokens(trip, tensors, into, trip.groups - 1 - g)
+
+
+FAULTS = (("to_heads", heads_unwaited), ("to_tokens", tokens_unwaited), ("to_tokens", other_group))  # of the forward
+
+
+class Withheld(torch.autograd.Function):
+    """A consumer that gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
 
 
 def own_groups() -> dict[int, CPGroup]:
@@ -94,28 +127,58 @@ def own_groups() -> dict[int, CPGroup]:
     return groups | ({3: CPGroup(three, rank, 3, (0, 1, 2))} if rank < 3 else {})
 
 
+def attention(info: SeqInfo, mixer: Mixer, shape: Shape, *, runs: int = 1, withheld: bool = False) -> list[Tensor]:
+    """out, dq, dk, dv; with two runs the second recomputes. withheld: rank 0's consumer gives no gradient."""
+    generator = torch.Generator().manual_seed(info.rank)
+    q, dout = (torch.randn(16, shape[0], 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    k, v = (torch.randn(16, shape[1], 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    prepared, saved = mixer.prepare(info, CPU), Saved() if runs > 1 else None
+    for _ in range(runs):
+        out = mixer.attend(*inputs, prepared, scale=0.3, kernel=Reference(), saved=saved)
+    result = Withheld.apply(out) if withheld and info.rank == 0 else out
+    return [out.detach(), *torch.autograd.grad(result, inputs, dout)]
+
+
+def ways(shape: Shape) -> Iterator[tuple[str, Mixer, int]]:
+    """(name, mixer, runs)"""
+    for keep, runs in ((keep_arrivals, 1), (keep_output, 1), (keep_output, 2)):
+        yield f"{keep.__name__} run {runs}", OverlappedUlysses(Late(), shape[2], keep), runs
+
+
 def compare(infos: dict[tuple[int, str], SeqInfo]) -> list[tuple[str, bool]]:
     """(case, equal) for every case: one attention."""
     found = []
     for (size, kind), info in infos.items():
-        for heads, kv_heads, groups in CASES[size]:
-            generator = torch.Generator().manual_seed(info.rank)
-            q, dout = (torch.randn(16, heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
-            k, v = (torch.randn(16, kv_heads, 8, dtype=torch.float64, generator=generator) for _ in range(2))
-            ways: list[tuple[str, Mixer, Saved | None]] = [("oracle", Ulysses(), None)]
-            for keep, saved in ((keep_arrivals, None), (keep_output, None), (keep_output, Saved())):
-                way = f"{keep.__name__} saved {saved is not None}"
-                ways.append((way, OverlappedUlysses(Late(), groups, keep), saved))
-            results = []
-            for _, mixer, saved in ways:
-                a, b, c = inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-                prepared = mixer.prepare(info, CPU)
-                out = mixer.attend(a, b, c, prepared, scale=0.3, kernel=Reference(), saved=saved)
-                if saved is not None:  # recomputes from what was saved
-                    out = mixer.attend(a, b, c, prepared, scale=0.3, kernel=Reference(), saved=saved)
-                results.append([out.detach(), *torch.autograd.grad(out, inputs, dout)])
-            for (way, _, _), other in zip(ways[1:], results[1:], strict=True):
-                found.append((f"{size} ranks {kind} {heads}/{kv_heads} groups {groups} {way}", same(results[0], other)))
+        for shape in CASES[size]:
+            oracle = attention(info, Ulysses(), shape)
+            for way, mixer, runs in ways(shape):
+                equal = same(oracle, attention(info, mixer, shape, runs=runs))
+                found.append((f"{size} ranks {kind} {shape} {way}", equal))
+    return found
+
+
+def caught(info: SeqInfo) -> list[tuple[str, bool]]:
+    """(fault, its out differs) of every way."""
+    shape, found = CASES[info.size][0], []
+    oracle = attention(info, Ulysses(), shape)
+    for name, fault in FAULTS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trip, name, fault)
+            for way, mixer, runs in ways(shape):
+                moved = not torch.equal(oracle[0], attention(info, mixer, shape, runs=runs)[0])
+                found.append((f"control {fault.__name__} {way}", moved))
+    return found
+
+
+def without_output_gradient(info: SeqInfo) -> list[tuple[str, bool]]:
+    """(case, equal): rank 0's gradient of the output is undefined, which counts as zeros; its peers travel on."""
+    shape = CASES[info.size][0]
+    whole, oracle = (attention(info, Ulysses(), shape, withheld=withheld) for withheld in (False, True))
+    found = [("gradient withheld, control", not torch.equal(whole[2], oracle[2]) or info.rank > 0)]
+    for way, mixer, runs in ways(shape):
+        equal = same(oracle, attention(info, mixer, shape, runs=runs, withheld=True))
+        found.append((f"gradient withheld {way}", equal))
     return found
 
 
@@ -210,16 +273,6 @@ def without_gradient(info: SeqInfo) -> str:
     return " ".join(transport.log)
 
 
-def wrong_group(group: CPGroup) -> bool:
-    """The control: heads of the wrong group come back as output."""
-    inner: Any = None  # only the shapes are read
-    trips = [Trip(UlyssesPrepared(group, None, None, inner), Collective(), inner, g, ()) for g in (1, 2)]
-    x = torch.arange(4 * 16.0).view(4, 16, 1)
-    swapped = torch.cat([trips[1].part(x, 1), trips[1].part(x, 0)], 2)
-    straight = torch.cat([trips[1].part(x, 0), trips[1].part(x, 1)], 2)
-    return torch.equal(trips[0].part(x, 0), straight) and not torch.equal(swapped, straight)
-
-
 def kept_bytes(info: SeqInfo, keep: Callable[..., Tensor]) -> int:
     """What autograd holds until backward, in distinct storages, with what the next layer keeps of the output."""
     mixer = OverlappedUlysses(Collective(), keep=keep)
@@ -236,20 +289,19 @@ def kept_bytes(info: SeqInfo, keep: Callable[..., Tensor]) -> int:
     return sum(held.values())
 
 
-def everything() -> tuple[list[tuple[str, bool]], bool, list[int], list[str]]:
+def everything() -> tuple[list[tuple[str, bool]], list[int], list[str]]:
     groups = own_groups()
     infos = {(n, kind): make_seqinfo(kind, torch.tensor(e), groups[n]) for (n, kind), e in EDGES.items() if n in groups}
     one = infos[4, "contiguous"]
     orders = [order(one, layers=1, twice=True), order(one, layers=2, twice=False), without_gradient(one)]
     kept = [kept_bytes(one, keep) for keep in (keep_arrivals, keep_output)]
-    return compare(infos) + in_layers(infos), wrong_group(groups[4]), kept, orders
+    return compare(infos) + in_layers(infos) + caught(one) + without_output_gradient(one), kept, orders
 
 
 def test_overlapped_ulysses_is_ulysses_bit_for_bit() -> None:
-    for rank, (cases, control, (twice, once), orders) in enumerate(launch(everything, ranks=4, timeout_s=120)):
-        assert control, rank
+    for rank, (cases, (twice, once), orders) in enumerate(launch(everything, ranks=4, timeout_s=120)):
         assert orders == [RECOMPUTED, AHEAD, RECOMPUTED[:11]], rank
         assert twice - once == 16 * 4 * 8 * 8, (rank, twice, once)  # one [T/N, H, D] in fp64
         sizes = [size for size in CASES if rank < size]
-        assert len(cases) == sum(2 * 3 * len(CASES[size]) + 2 * 6 for size in sizes)
+        assert len(cases) == sum(2 * 3 * len(CASES[size]) + 2 * 6 for size in sizes) + 3 * len(FAULTS) + 4
         assert all(equal for _, equal in cases), (rank, [name for name, equal in cases if not equal])

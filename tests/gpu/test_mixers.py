@@ -3,8 +3,9 @@
 fp32 with the reference kernel: 1e-5 relative L2 (other order of sums only). bf16 with the chosen kernel: no farther
 from fp32 than one GPU's bf16 is, times 1.2 (DESIGN.md). Ring adds two parts that a kernel rounded to bf16 where one GPU
 rounds once, in out (partial softmaxes) and in every gradient; gather in dk and dv: two roundings of 2^-9 more. Control:
-keys of the wrong layout are far off. Overlapped Ulysses in one group has the bits of Ulysses. Two attentions a run, so
-that travel that one starts for the other's backward, or a checkpoint's recomputation for both, is under way beside them.
+keys of the wrong layout are far off. Overlapped Ulysses in one group has the bits of Ulysses; dq, whose parts flash4 adds
+in any order, of a deterministic kernel. Two attentions a run, so that travel that one starts for the other's backward, or
+a checkpoint's recomputation for both, is under way beside them.
 """
 
 from typing import Any
@@ -103,7 +104,8 @@ def compare() -> list[tuple[str, list[float], list[float]]]:
     tensors = [torch.randn(s, device=device, generator=generator).bfloat16().float() for s in shapes]
     cu = torch.tensor([0, *LENGTHS]).cumsum(0)
     alone = make_seqinfo("identity", cu, CPGroup.alone(rank))
-    flash, found = choose_kernel(device, torch.bfloat16, DIM), []
+    flash, firm = (choose_kernel(device, torch.bfloat16, DIM, deterministic=fixed) for fixed in (False, True))
+    found: list[tuple[str, list[float], list[float]]] = []
     narrow = [x.bfloat16() for x in tensors]
     for window in (None, 100):
         exact = attend(Local(), alone, Reference(), tensors, window)
@@ -116,9 +118,13 @@ def compare() -> list[tuple[str, list[float], list[float]]]:
                 found.append((f"{case} fp32", errors, [1e-5] * 4))
                 results = attend(mixer, info, flash, narrow, window, twice=twice)
                 found.append((f"{case} bf16", relative(results, exact, info.index), allowed(name, single)))
+                one_call = isinstance(mixer, OverlappedUlysses) and mixer.groups == 1  # as Ulysses, on the same heads
+                if one_call or isinstance(mixer, Ulysses):
+                    results[1] = attend(mixer, info, firm, narrow, window)[1]
                 plain = results if isinstance(mixer, Ulysses) else plain
-                if isinstance(mixer, OverlappedUlysses) and mixer.groups == 1:  # one call on the same heads
-                    found.append((f"{case} bits", [float(not torch.equal(results[0], plain[0]))], [0.0]))
+                if one_call:
+                    moved = [float(not torch.equal(a, b)) for a, b in zip(results, plain, strict=True)]
+                    found.append((f"{case} bits", moved, [0.0] * 4))
     other = make_seqinfo("zigzag", cu, group)
     swapped = attend(Ring(Collective()), make_seqinfo("contiguous", cu, group), Reference(), tensors, None)
     found.append(("control", [0.0], [relative(swapped, exact, other.index)[0] - 0.5]))

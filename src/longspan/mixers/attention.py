@@ -62,7 +62,8 @@ class Mixer(Protocol):
         ...
 
     def prepare(self, info: SeqInfo, device: torch.device) -> Any:  # Any: each mixer takes back only its own
-        """Index tensors and blocks of one row, on the device."""
+        """Index tensors and blocks of one row, on the device. For one micro-step: `attend` may change it (overlapped
+        Ulysses notes there what the next layer's backward sends for this one's)."""
         ...
 
     def attend(

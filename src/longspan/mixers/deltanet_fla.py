@@ -8,11 +8,11 @@ of fla/ops/gated_delta_rule/chunk.py, because the exchange between ranks falls b
     backward  w, u, states again      | gradients of initial states with none from later | exchange | all gradients
 
 Values widened to [u | 0] give A and B in one scan of D_v + D_k columns; a scan over one long document is bound by its
-serial chunks and leaves most SMs idle, so the extra columns and the further pieces (`longest`) run beside it. Chunks
-start at piece starts. Kernels autotune for a length's order of magnitude: rows end in `tail` inert tokens, at most
-one part in eight, so that lengths repeat. Convolution: fla's, over the halo as tokens of the first document, never
-over its initial state (bugs B10). With TileLang in fla's place of chunk_bwd_dqkwg, its race is mended first
-(deltanet_tile.py).
+serial chunks and leaves most SMs idle, so the extra columns run beside it; shorter pieces to fill them lose more than
+they gain (deltanet_pieces.py). Chunks start at piece starts. Kernels autotune for a length's order of magnitude: rows
+end in `tail` inert tokens, at most one part in eight, so that lengths repeat. Convolution: fla's, over the halo as tokens
+of the first document, never over its initial state (bugs B10). With TileLang in fla's place of chunk_bwd_dqkwg, its race
+is mended first (deltanet_tile.py).
 """
 
 import math

@@ -1,7 +1,6 @@
 """How tensors travel between the ranks of a row while the device computes: started now, taken later.
 
-`exchange`  parts [N, ...]: part i goes to rank i, what rank i sends lands in part i (an all-to-all); a rank's own part
-            is copied from one to the other and goes through no buffer
+`exchange`  parts [N, ...]: part i goes to rank i, what rank i sends lands in part i (an all-to-all), a rank's own part too
 `rotate`    tensors of the same shapes on all ranks go to rank + hops and come from rank - hops
 Two ways: `Collective` (NCCL or gloo, any group; NCCL kernels take SMs, so they hardly overlap with attention) and
 symmetric.Symmetric (copies between GPUs of one host that the copy engines do). No autograd. Every rank of the group

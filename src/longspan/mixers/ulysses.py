@@ -23,7 +23,7 @@ from longspan.mixers.attention import Prepared, Saved, SizeCheck, Work, core_att
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.local import Local, LocalPrepared
 
-__all__ = ["Ulysses", "UlyssesPrepared", "exchange", "kv_heads_by_rank", "swap_attention"]
+__all__ = ["Ulysses", "UlyssesPrepared", "collect", "deal", "exchange", "kv_heads_by_rank", "swap_attention"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,14 +116,14 @@ def kv_heads_by_rank(heads: int, kv_heads: int, size: int) -> tuple[int, ...]:
     return tuple(head // group for head in range(0, heads, shared))
 
 
-def _deal(x: Tensor, slots: tuple[int, ...]) -> Tensor:
+def deal(x: Tensor, slots: tuple[int, ...]) -> Tensor:
     """[T, H_kv, D] -> [T, slots, D]."""
     if slots == tuple(range(x.shape[1])):
         return x
     return torch.stack([x[:, head] for head in slots], 1)
 
 
-def _collect(grad: Tensor, slots: tuple[int, ...], kv_heads: int) -> Tensor:
+def collect(grad: Tensor, slots: tuple[int, ...], kv_heads: int) -> Tensor:
     """[T, slots, D] -> [T, H_kv, D]: the sum over the copies of each head (f32 inside), in slot order."""
     if slots == tuple(range(kv_heads)):
         return grad
@@ -159,7 +159,7 @@ class _ToHeads(torch.autograd.Function):
         ctx.prepared, ctx.slots, ctx.kv_heads = prepared, slots, k.shape[1]
         ctx.dims = [q.shape[2], k.shape[2], v.shape[2]]
         ctx.heads = [q.shape[1] // size, len(slots) // size, len(slots) // size]
-        outgoing = _split_heads((q, _deal(k, slots), _deal(v, slots)), size)  # [N, T/N, C]
+        outgoing = _split_heads((q, deal(k, slots), deal(v, slots)), size)  # [N, T/N, C]
         arrived = all_to_all(outgoing.flatten(0, 1), prepared.group)  # [T, C], rank order
         widths = [h * d for h, d in zip(ctx.heads, ctx.dims, strict=True)]
         parts = _reorder(arrived, prepared.to_order).split(widths, -1)
@@ -173,7 +173,7 @@ class _ToHeads(torch.autograd.Function):
         arrived = all_to_all(_reorder(outgoing, ctx.prepared.from_order), group).unflatten(0, (group.size, -1))
         widths = [h * d for h, d in zip(ctx.heads, ctx.dims, strict=True)]
         dq, dk, dv = _join_heads(arrived, widths, ctx.dims)
-        return dq, _collect(dk, ctx.slots, ctx.kv_heads), _collect(dv, ctx.slots, ctx.kv_heads), None
+        return dq, collect(dk, ctx.slots, ctx.kv_heads), collect(dv, ctx.slots, ctx.kv_heads), None
 
 
 class _ToTokens(torch.autograd.Function):

@@ -5,12 +5,14 @@ here a rank's h_kv KV heads and their query heads are cut into G equal groups, e
 attends, the next travels in and the last one's output travels out. The same kernel on the same heads: the same bits as
 ulysses.py. Two ways to keep what backward needs, beside q, k, v and lse as they arrived:
     keep_arrivals  out as attention gave it: what o_proj keeps is another copy
-    keep_output    result, as o_proj keeps it: out travels again. The backward of the attention after it starts that, so
-                   that it arrives during a whole layer's backward; with `saved`, the recomputation, where q, k and v are
-                   for backward alone too: the recomputation waits for nothing, backward does
+    keep_output    result, as o_proj keeps it: out travels again. The backward of the attention after it starts that, a
+                   whole layer's backward before its use (whether it arrives in that time was not measured); with `saved`,
+                   the recomputation, where q, k and v are for backward alone too: the recomputation waits for nothing,
+                   backward does
 No sinks (ulysses.py has them). Overlaps only with a transport that leaves the SMs alone (symmetric.py).
 Two H200s, 64k row / 64k mix, forward + backward of one layer: 1 group 52.65 / 7.95 ms, 2 groups 53.4 / 7.99, 4 groups 53.7 /
-10.5. What overlaps is gained less than smaller attention calls lose, so one group is the default.
+10.5. What overlaps is gained less than smaller attention calls lose, so one group is the default. These times are of the
+transports before b58585c (commit 8dfaac9); two GPUs have not run the present ones (symmetric.py).
 """
 
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from longspan.mixers.attention import Saved, SizeCheck, Work
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.local import LocalPrepared
 from longspan.mixers.transport import Ahead, Arrival, Transport
-from longspan.mixers.ulysses import Ulysses, UlyssesPrepared, _collect, _deal
+from longspan.mixers.ulysses import Ulysses, UlyssesPrepared, collect, deal
 from longspan.mixers.ulysses_trip import Trip, plan_trip
 
 __all__ = ["OverlappedUlysses", "keep_arrivals", "keep_output"]
@@ -142,7 +144,6 @@ class _KeepOutput(torch.autograd.Function):
         result, landed, lses, _ = _forward(trip, q, k, v)
         ctx.save_for_backward(*landed, *lses, result)
         ctx.mark_non_differentiable(*lses)
-        ctx.set_materialize_grads(False)
         ctx.trip, ctx.ahead, ctx.before, ctx.kv_heads = trip, ahead, before, k.shape[1]
         return result, *lses
 
@@ -159,7 +160,7 @@ class _Recomputed(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, trip: Trip, ahead: Ahead, kept: tuple[Tensor, Tensor]
     ) -> Tensor:
         result, lses = kept
-        landing, coming = trip.to_heads(q, _deal(k, trip.slots), _deal(v, trip.slots))
+        landing, coming = trip.to_heads(q, deal(k, trip.slots), deal(v, trip.slots))
         ahead.started(coming + trip.to_heads(result)[1])
         ctx.save_for_backward(*landing, *lses, result)
         ctx.trip, ctx.ahead, ctx.before, ctx.kv_heads = trip, ahead, Ahead(), k.shape[1]
@@ -172,7 +173,7 @@ class _Recomputed(torch.autograd.Function):
 
 def _forward(trip: Trip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
     """The result; q, k, v as they landed, group after group; lse and out of each group."""
-    landed, coming = trip.to_heads(q, _deal(k, trip.slots), _deal(v, trip.slots))
+    landed, coming = trip.to_heads(q, deal(k, trip.slots), deal(v, trip.slots))
     result = q.new_empty(*q.shape[:2], v.shape[2])
     lses, outs, leaving = [], [], []
     for g, arrival in enumerate(coming):
@@ -210,4 +211,4 @@ def _backward(
     for arrival in leaving:
         arrival.wait()
     dq, dk, dv = totals
-    return dq, _collect(dk, trip.slots, kv_heads), _collect(dv, trip.slots, kv_heads)
+    return dq, collect(dk, trip.slots, kv_heads), collect(dv, trip.slots, kv_heads)

@@ -275,7 +275,7 @@ FAULTS = (
     Fault(
         "kv-copies",
         "H1 gradients of repeated KV heads are not summed",
-        ((f"{ULYSSES}:_collect", first_copy_only),),
+        ((f"{ULYSSES}:collect", first_copy_only),),
         layout="cp4-ulysses",
     ),
     Fault(
