@@ -15,8 +15,13 @@ PACKAGES = (
     "pillow",
     "safetensors",
     "peft",
+    "triton",
     "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "quack-kernels",
+    "apache-tvm-ffi",
     "fla-core",
+    "tilelang",
     "scikit-learn",
 )
 
