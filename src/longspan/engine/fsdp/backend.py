@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.engine import checkpoint
@@ -51,7 +51,8 @@ from longspan.engine.fsdp.waiting import (
 from longspan.engine.memory import explain_out_of_memory
 from longspan.engine.optim import SGD, AdamW, clip_coefficient, gradient_norm, local, make_optimizer
 from longspan.errors import UserError
-from longspan.layout import Mesh
+from longspan.layout import CPGroup, Mesh
+from longspan.layout.comm import all_gather
 from longspan.models.adapter import Adapter
 from longspan.models.lora import adapter_of, add_adapters
 from longspan.models.moe import moe_shape
@@ -308,9 +309,21 @@ def kind_of(optimizer: Stepper) -> str:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor on the CPU, on every rank."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The whole tensor on the CPU, on every rank. Collective."""
+    whole = _gathered(tensor) if isinstance(tensor, DTensor) else tensor
     return whole.detach().to("cpu", copy=True)  # a copy: on one rank the whole is the live shard
+
+
+def _gathered(tensor: DTensor) -> Tensor:
+    """`full_tensor()`, for FSDP's own split by a blocking collective: gloo's asynchronous one, which torch takes, ended one in
+    about a hundred launches by a corrupt heap (torch 2.13, docs/log.md)."""
+    mesh = tensor.device_mesh
+    if mesh.ndim > 1 or tensor.placements[0] != Shard(0):
+        return tensor.full_tensor()
+    shard, rows = tensor.to_local(), -(-tensor.shape[0] // mesh.size())
+    padded = torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return all_gather(padded, CPGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size(), ranks))[: tensor.shape[0]]
 
 
 def _freeze(policy: Policy, freeze: tuple[str, ...], adapter: Adapter) -> None:
