@@ -72,9 +72,6 @@ def test_limits_are_ratios_where_a_ratio_can_be_taken() -> None:
     assert limit("weights", "grad/norm") == pytest.approx(0.06)  # the largest gradient's, by the triangle inequality
     assert limit("calls", "parts") == pytest.approx(0.12)  # two results within 0.06 of the oracle
     assert limit("leak", "token 3") == 0.0
-    baseline[2] = Cell("dp1", "weights", "grad/norm", 0.2, 1e-5)  # after a step, where the weights differ too
-    assert limit("weights", "grad/norm") == pytest.approx(0.24)
-    assert all(_against(cell, baseline).passed for cell in baseline), "the unsharded engine holds against itself"
 
 
 @pytest.mark.parametrize(("dtype", "clips"), [("bfloat16", False), ("float64", True)])

@@ -7,9 +7,8 @@ standard deviations of such a ratio add (`CHANCE`), so that 1.2 is left for the 
     gradients   a root mean square of n errors moves by 1/sqrt(2n), a ratio of two by 1/sqrt(n): error / (1 + 4 / sqrt(n))
     log-probs   as a root mean square over all tokens; and the largest of n, whose standard deviation is 1.28 / (2 ln n) of itself
                 (Gumbel): largest / (1 + 4 * sqrt(2) * 1.28 / (2 ln n))
-A norm is one number; its error is at most the gradient's as long as the weights are the same: after a step the unsharded engine's own
-may be larger and counts then. Steps have a loss without an edge (cases.SMOOTH_STEP_CASE). Several calls and one are each within 1.2
-times the error of the unsharded engine, so within twice that of each other.
+A norm is one number; its error is at most the gradient's. Steps have a loss without an edge (cases.SMOOTH_STEP_CASE). Several calls and
+one are each within 1.2 times the error of the unsharded engine, so within twice that of each other.
 """
 
 import math

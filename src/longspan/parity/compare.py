@@ -294,5 +294,5 @@ def _against(cell: Cell, baseline: Sequence[Cell]) -> Cell:
     if cell.check == "calls":
         base = 2.0 * gradient
     elif (cell.check, cell.case) == NORMS:
-        base = max(base, gradient)
+        base = gradient
     return replace(cell, limit=BFLOAT16_FACTOR * base)
