@@ -6,7 +6,7 @@ window).
     dense        2 flops a weight and token forward, twice that backward, once more where the layer is recomputed
     attention    2 L^2 H D forward (causal), 2.5 times that backward; never twice unless recompute is "full"; a document
                  of L tokens reaches attention_flops * L / (L + half), which makes its time a polynomial of degree 2
-    linear       Gated DeltaNet, proportional to L; the state form scales badly with c (GPU.md), the heads form well
+    linear       Gated DeltaNet, proportional to L; the state form loses a sixth at c = 2 and more beyond, the heads form moves more bytes
     head         6 flops a weight and trained token (logits once and two gradients: the loss is formed inside the head)
     vision       the tower on the visual tokens, shared out over the c ranks
     experts      the routed experts' exchange over `ep` ranks
