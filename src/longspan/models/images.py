@@ -106,10 +106,11 @@ class MediaReader:
         table = self._kind(media).normal.to(frames.device)
         place = frames.int() + 256 * torch.arange(3, dtype=torch.int32, device=frames.device)
         looked = table.flatten().index_select(0, place.flatten()).view(frames.shape)
-        missing = -len(looked) % self.temporal
-        if missing:
-            last = looked[-1:].expand(missing, -1, -1, -1)
-            looked = last.expand(self.temporal, -1, -1, -1) if len(looked) == 1 else torch.cat([looked, last])
+        if missing := -len(looked) % self.temporal:
+            last = looked[-1:]
+            looked = (
+                torch.cat([looked, *[last] * missing]) if len(looked) > 1 else last.expand(self.temporal, -1, -1, -1)
+            )
         h, w = frames.shape[1] // self.factor, frames.shape[2] // self.factor
         cut = looked.unflatten(0, (-1, self.temporal)).unflatten(3, (w, self.merge, self.patch))
         cut = cut.unflatten(2, (h, self.merge, self.patch))  # t, frame, h, mh, ph, w, mw, pw, channel
