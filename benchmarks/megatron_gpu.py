@@ -41,7 +41,7 @@ from longspan.launch import launch, world
 from longspan.layout import Mesh, parse_layout, resolve
 from longspan.models.loading import adapt, build_random
 from longspan.parity import differences
-from longspan.parity.cases import ALL, PPO, STEP_CASE, Case
+from longspan.parity.cases import ALL, PPO, Case
 from longspan.parity.cells import BFLOAT16_FACTOR, LIMITS
 from longspan.parity.checks import STEP, Plan, Truth, roomy_budget, tight_budget
 from longspan.parity.compare import Request, prepare
@@ -219,7 +219,7 @@ def distance(way: Way, plan: Plan, path: Path) -> list[dict[str, Any]]:
     engine.forward_backward(plan.samples, case.objective(), normalise=case.normalise)
     gradients = engine.gradients()
     engine.clear_gradients()
-    engine.forward_backward(plan.samples, STEP_CASE.objective(), normalise=STEP_CASE.normalise)
+    engine.forward_backward(plan.samples, plan.step_case.objective(), normalise=plan.step_case.normalise)
     norm = engine.optim_step(STEP)["grad/norm"]
     weights = engine.state_dict() if way.dtype == "float32" else {}
     if engine.rank:

@@ -146,6 +146,7 @@ def _worker(rank: int, ranks: int, folder: str, device_name: str, payload: bytes
             dist.init_process_group(
                 _backend(device), store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT
             )
+            store.set(f"joined-{rank}", "")
             fn, args = pickle.loads(payload)
             message = ("ok", cloudpickle.dumps(fn(*args)))
         except BaseException as error:  # reported to the parent, which raises it: nothing is swallowed
@@ -154,12 +155,17 @@ def _worker(rank: int, ranks: int, folder: str, device_name: str, payload: bytes
             pipe.send(message)
         pipe.close()
         if message[0] == "ok" and dist.is_initialized():
+            store.wait([f"joined-{other}" for other in range(ranks)])  # one that still connects would lose its peer
             dist.destroy_process_group()
 
 
 def host_threads() -> int:
-    """Threads that work of this rank beside torch's may take, such as decoding images: its share of this machine's cores."""
-    return _share(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Threads that work of this rank beside torch's may take, such as decoding images: its share of this machine's cores, by
+    LOCAL_WORLD_SIZE as torchrun exports it (without it: one rank a machine)."""
+    told = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not (told.isdecimal() and int(told)):
+        raise UserError(f"LOCAL_WORLD_SIZE={told!r} must be the number of ranks on this machine, 1 or more")
+    return _share(int(told))
 
 
 def _threads(device: torch.device, ranks: int) -> int:

@@ -72,6 +72,21 @@ def test_a_hybrid_model_is_compiled_for_all_lengths(variants: int, monkeypatch: 
                 engine.forward_backward([sample], Objective("cross_entropy"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, True),
+        ({"freeze": ("vision",)}, False),
+        ({"freeze": ("vision", "merger")}, False),
+        ({"freeze": ("language", "embeddings", "*attn*", "*patch_embed*", "*pos_embed*")}, True),
+        ({"recompute": "full"}, False),
+    ],
+)
+def test_a_tower_keeps_its_attention_where_it_runs_again(settings: dict[str, object], kept: bool) -> None:
+    engine = Engine.build(EngineConfig("tiny:qwen3_vl", max_tokens_per_rank=64, **settings))
+    assert engine._keep(Objective("cross_entropy")).tower == kept
+
+
 def test_a_checkpoint_stands_where_layers_keep_nothing_by_themselves() -> None:
     def keeps(**settings: object) -> object:
         return keeps_of(EngineConfig(model="tiny:qwen3", **settings))

@@ -24,7 +24,7 @@ class Machine:
     attention_flops: float  # forward and backward of one long causal document
     attention_half_length: float  # tokens of a document at which attention reaches half of it
     linear_token_s: float  # Gated DeltaNet kernel, forward + backward, seconds a token and value head of 128
-    linear_state_share: float  # efficiency of the state-passing form at CP 2; falls with its inverse beyond
+    linear_state_share: float  # efficiency of the state-passing form at CP 2, less 0.1; falls with its inverse beyond
     vision_flops: float
     exchange_bytes_s: float  # of a mixer's collectives inside a node, a rank, not overlapped
     node_exchange_bytes_s: float  # between nodes, a rank

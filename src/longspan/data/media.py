@@ -27,9 +27,8 @@ VideoSource = str | os.PathLike[str] | np.ndarray | Tensor | Sequence[ImageSourc
 Key = tuple[str | int, ...]
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_LAZY = (
-    threading.Lock()
-)  # one PIL image may be in several samples, and decodes itself when first used, in one thread only
+# one PIL image may be in several samples, even of several engines, and decodes itself when first used, in one thread only
+_LAZY = threading.Lock()
 EXIF_ORIENTATION = 274  # tag; values 5 to 8 swap height and width
 
 

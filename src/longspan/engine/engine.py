@@ -35,7 +35,7 @@ from longspan.engine.teachers import check_teacher, with_teacher
 from longspan.errors import RankError, UserError
 from longspan.launch import world
 from longspan.layout import Mesh, resolve
-from longspan.models.adapter import Adapter
+from longspan.models.adapter import Adapter, tower_trains
 from longspan.models.loading import load_model
 from longspan.models.moe import check_routes, moe_shape, route_shares
 from longspan.models.mtp import shifted
@@ -351,7 +351,7 @@ class Engine:
         selective = self.config.recompute == "selective"
         return Keep(
             attention=selective and keeps_of(self.config) is None,  # compiled layers keep it themselves
-            tower=selective and self.adapter.reader is not None,
+            tower=selective and tower_trains(self.adapter),  # a frozen one is not run again
             router_logits=bool(objective.moe_aux or objective.moe_z),
         )
 

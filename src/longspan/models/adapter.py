@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from longspan.models.placeholders import MediaIds
     from longspan.models.vision import MediaShard
 
-__all__ = ["Adapter", "Context", "Family", "read_samples", "tower_blocks"]
+__all__ = ["Adapter", "Context", "Family", "read_samples", "tower_blocks", "tower_trains"]
 
 
 @dataclass(slots=True)
@@ -136,3 +136,9 @@ def tower_blocks(adapter: Adapter) -> list[nn.Module]:
     """The units that are blocks of a vision tower."""
     names = {module: f"{name}." for name, module in adapter.model.named_modules()}
     return [unit for unit in adapter.units() if names[unit].startswith(adapter.parts()["vision"])]
+
+
+def tower_trains(adapter: Adapter) -> bool:
+    """Whether any parameter of the tower's blocks, or of what stands before them, gets a gradient."""
+    tower = adapter.parts()["vision"]
+    return any(name.startswith(tower) and p.requires_grad for name, p in adapter.model.named_parameters())

@@ -90,7 +90,7 @@ def vision_attention(
         LocalPrepared(Call(None, None, block, fresh=True)),
         scale=scaling,
         kernel=context.kernel,
-        saved=context.tower_slot(module) if query.requires_grad else None,  # a frozen tower is not run again
+        saved=context.tower_slot(module),
     )
     return out_THD[None], None
 

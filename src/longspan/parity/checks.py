@@ -221,7 +221,7 @@ def _note_parts(
 def _calls(engine: Engine, plan: Plan, truth: Truth, findings: Findings) -> None:
     """k calls with parts of the batch equal one call with all of it, in any order, a call without weight last."""
     trained = float(sum(sample.num_trained for sample in plan.samples))
-    objective = STEP_CASE.objective()
+    objective = plan.step_case.objective()
     parts = [list(plan.samples[start::3]) for start in range(3)]
     parts = [part for part in parts if part]
     silent = [_silenced(plan.samples[0])]
