@@ -1,6 +1,6 @@
 """Prints the numbers of docs/tour.md: three samples through two ranks, step by step.
 
-.venv/bin/python docs/tour.py
+    .venv/bin/python docs/tour.py
 """
 
 import torch
@@ -18,9 +18,7 @@ def samples() -> list[Sample]:
         ids = torch.randint(0, 90, (length + 1,), generator=generator)
         mask = (torch.arange(length) >= prompt).float()
         advantage = torch.full((length,), float(len(made)) - 0.5, dtype=torch.float64)
-        made.append(
-            Sample(ids[:-1], ids[1:], mask, {"advantage": advantage, "old_logprob": torch.full((length,), -4.5)})
-        )
+        made.append(Sample(ids[:-1], ids[1:], mask, {"advantage": advantage, "old_logprob": torch.full((length,), -4.5)}))
     return made
 
 
