@@ -23,6 +23,7 @@ from longspan.models.loading import load_model
 from longspan.models.placeholders import match_spans, media_rows, mrope_positions
 from longspan.models.tiny import IMAGE_ID, VIDEO_ID, VISION_END_ID, VISION_START_ID
 from longspan.models.vision import offset_media_rows, plan_media
+from longspan.parity.oracle_media import PilVideoProcessor
 
 
 @pytest.fixture(scope="module")
@@ -230,9 +231,133 @@ def test_videos_have_their_own_file(vl, tmp_path):
     assert torch.equal(reader.pixels(Image(picture(8, 8))), vl.reader.pixels(Image(picture(8, 8))))
 
 
-def test_a_file_without_resizing_is_refused(vl, tmp_path):
-    with pytest.raises(UserError, match="do_resize=false is not supported"):
-        reader_of(vl, tmp_path, "preprocessor_config.json", {"do_resize": False})
+SIZES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+CLIP = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+GREY = SIZES | {"image_mean": 0.25, "image_std": [0.5, 0.6, 0.7], "size": {"shortest_edge": 64, "longest_edge": 640}}
+SMALL = SIZES | CLIP | {"size": {"shortest_edge": 2048, "longest_edge": 4096}}
+FOLDERS = {
+    "transformers 5": {"processor_config": {"image_processor": GREY, "video_processor": SMALL}},
+    "nested wins": {
+        "processor_config": {"image_processor": GREY, "video_processor": SMALL},
+        "preprocessor_config": SMALL,
+        "video_preprocessor_config": GREY,
+    },
+    "nested null": {"processor_config": {"image_processor": None}, "preprocessor_config": GREY},
+    "an older processor_config": {"processor_config": {"processor_class": "X"}, "preprocessor_config": SMALL},
+    "nested image, plain video": {"processor_config": {"image_processor": GREY}, "video_preprocessor_config": SMALL},
+    "images' file alone": {"preprocessor_config": SMALL | {"do_rescale": False}},
+    "nested image beside a plain one": {"processor_config": {"image_processor": GREY}, "preprocessor_config": SMALL},
+    "no size": {"preprocessor_config": SIZES, "video_preprocessor_config": SIZES},
+    "older names": {"preprocessor_config": SIZES | {"min_pixels": 64, "max_pixels": 512}},
+    "older names win": {"preprocessor_config": GREY | {"max_pixels": 128}},
+    "older names in size": {
+        "preprocessor_config": SIZES | {"min_pixels": 64, "max_pixels": 512} | {"size": {"min_pixels": 1, "max_pixels": 2}},
+        "video_preprocessor_config": SMALL | {"min_pixels": 2048},
+    },
+}  # fmt: skip
+
+
+def write(folder, files: dict) -> str:
+    for name, settings in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_is_read_as_hugging_face_reads_it(vl, tmp_path, files):
+    """Which section, which limits, which normalisation: Hugging Face's classes load themselves from the folder."""
+    reader = media_reader(vl.model.config.vision_config, write(tmp_path, files))
+    settings = Qwen2VLImageProcessorPil.get_image_processor_dict(tmp_path)[0]
+    if settings.get("size") is None:  # from_pretrained would leave min_pixels in the class for the tests that follow
+        settings["size"] = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    image, clip = picture(40, 52), frames(3, 40, 52)
+    made = Qwen2VLImageProcessorPil(**settings)(images=[image], return_tensors="pt")
+    assert reader.grid(Image(image)) == tuple(made["image_grid_thw"][0].tolist())
+    assert torch.equal(reader.pixels(Image(image)), made["pixel_values"].float())
+    video = PilVideoProcessor.from_pretrained(tmp_path)
+    made = video(
+        videos=[torch.from_numpy(clip.load()).permute(0, 3, 1, 2)],
+        do_sample_frames=False, cap_pixels_per_frame=False, return_tensors="pt",
+    )  # fmt: skip
+    assert reader.grid(clip) == tuple(made["video_grid_thw"][0].tolist())
+    assert torch.equal(reader.pixels(clip), made["pixel_values_videos"])
+
+
+def test_each_section_tells(vl, tmp_path):
+    """Control of the test above: its two sections give other grids and other numbers."""
+    one, other = (
+        media_reader(vl.model.config.vision_config, write(tmp_path, {"preprocessor_config": section}))
+        for section in (GREY, SMALL)
+    )
+    for media in (Image(picture(40, 52)), frames(3, 40, 52)):
+        assert one.grid(media) != other.grid(media)
+    assert not torch.equal(one.image.normal, other.image.normal)
+
+
+def test_the_class_of_hugging_face_is_left_alone(vl, tmp_path):
+    media_reader(vl.model.config.vision_config, write(tmp_path, FOLDERS["older names"]))
+    assert Qwen2VLImageProcessorPil.size == {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+
+
+REFUSED = [
+    ({"size": {"height": 64, "width": 64}}, r'size=\{"height": 64, "width": 64\} must be .*not of one height'),
+    ({"size": [1, 2]}, r"size=\[1, 2\] must be"),
+    ({"size": 64}, "size=64 must be"),
+    ({"size": {"shortest_edge": 64}}, "size=.* must be"),
+    ({"size": {"shortest_edge": 0, "longest_edge": 64}}, "size=.*above 0"),
+    ({"image_std": 0}, "image_std=0 must be a number above 0"),
+    ({"image_std": [0.5, 0, 0.5]}, r"image_std=\[0.5, 0, 0.5\] must be a number above 0"),
+    ({"image_mean": [0.5, 0.5]}, r"image_mean=\[0.5, 0.5\] must be a number, or a list of three"),
+    ({"image_mean": "x"}, 'image_mean="x" must be a number'),
+    ({"image_mean": [float("nan")] * 3}, "image_mean=.* must be a number"),
+    ({"rescale_factor": 0}, "rescale_factor=0 must be a number above 0"),
+    ({"do_rescale": "yes"}, 'do_rescale="yes" must be true or false'),
+    ({"resample": "bicubic"}, 'resample="bicubic" must be PIL.s number of a filter.*3 bicubic'),
+    ({"do_normalize": None}, "do_normalize=null must be true or false"),
+    ({"resample": 99}, "resample=99 must be"),
+    ({"resample": True}, "resample=true must be"),
+    ({"min_pixels": -1}, "min_pixels=-1 must be a whole number of pixels above 0"),
+    ({"patch_size": 14}, "patch_size=14 disagrees with the model's config, 4"),
+    ({"do_resize": False}, "do_resize=false is not supported"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("file", "key"), [("preprocessor_config", None), ("processor_config", "video_processor")], ids=["plain", "nested"]
+)
+def test_bad_settings_are_refused_by_file_name_and_value(vl, tmp_path, bad, message, file, key):
+    section = GREY | bad
+    folder = write(tmp_path, {file: section if key is None else {key: section}})
+    place = f"/{file}.json" + ("" if key is None else f", {key}")
+    with pytest.raises(UserError, match=f"{place}: {message}"):
+        media_reader(vl.model.config.vision_config, folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"preprocessor_config": [1]}, r"/preprocessor_config.json holds \[1\]; it must be a JSON object"),
+        ({"processor_config": {"image_processor": [1]}}, r"processor_config.json, image_processor holds \[1\]"),
+        ({"video_preprocessor_config": SMALL | {"size": None}}, "size=null must be"),
+        ({"video_preprocessor_config": SMALL | {"max_pixels": 64}}, "max_pixels=64 is not read for videos.* is 4096"),
+        ({"video_preprocessor_config": SMALL | {"cap_pixels_per_frame": True}}, "cap_pixels_per_frame=true is not sup"),
+    ],
+)
+def test_files_that_cannot_be_followed_are_refused(vl, tmp_path, files, message):
+    with pytest.raises(UserError, match=message):
+        media_reader(vl.model.config.vision_config, write(tmp_path, files))
+
+
+def test_a_hub_id_is_read_from_its_files(vl, tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    (tmp_path / "models--some--model" / "refs").mkdir(parents=True)
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "preprocessor_config.json").write_text(json.dumps(GREY))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert media_reader(vl.model.config.vision_config, "some/model").image.max_pixels == 640
 
 
 def test_one_lazy_picture_in_many_samples_is_decoded_by_many_threads(vl, tmp_path):

@@ -6,44 +6,29 @@ Hugging Face's PIL processor does, and `write_patches()` normalises and cuts the
 they are: bytes travel to a GPU, an eighth of what the patches of an image would be. A byte has 256 values, so
 normalisation is a table, made by that processor: the same bits. A video is a list of frames: t = ceil(frames /
 temporal_patch), the last frame repeated. Sizes come from the model's config; resize limits, resampling, rescaling and
-normalisation from the folder's (video_)preprocessor_config.json, if any.
+normalisation from its processor files (media_settings.py).
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_video
 
 from longspan.data.media import Image, Video
 from longspan.errors import UserError
+from longspan.models.media_settings import Kind, read_kinds
 
 __all__ = ["MediaReader", "media_reader"]
 
 Grid = tuple[int, int, int]
-MAX_TOKENS = 16384  # per image or frame, where no preprocessor config says otherwise (Qwen3-VL's own limit)
-HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # Qwen3-VL normalises to -1..1
-SETTINGS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "resample")
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How images, or videos, become patches. Limits in pixels: of an image, or of all frames of a video together."""
-
-    min_pixels: int
-    max_pixels: int
-    resample: int  # PIL.Image.Resampling
-    normal: Tensor  # [3, 256] fp32 CPU: what each byte of each channel becomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,57 +114,12 @@ class MediaReader:
 
 
 def media_reader(vision: PretrainedConfig, folder: str | None) -> MediaReader:
-    """The reader for a vision config; `folder` may hold preprocessor files."""
-    patch, merge, temporal = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
-    area = (patch * merge) ** 2
-    image = _read(folder, "preprocessor_config.json")
-    video = _read(folder, "video_preprocessor_config.json")
-    for name, value in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
-        for file in (image, video):
-            if file.get(name, value) != value:
-                raise UserError(
-                    f"{folder}: preprocessor says {name}={file[name]}, the model's config {value}; make them agree"
-                )
-    if video.get("cap_pixels_per_frame"):
-        raise UserError(
-            f"{folder}: cap_pixels_per_frame is not supported; resize the frames before and set it to false"
-        )
+    """The reader for a vision config; `folder`, a folder or hub id, may have processor files."""
+    image, video = read_kinds(vision, folder)
     return MediaReader(
-        patch=patch,
-        merge=merge,
-        temporal=temporal,
-        image=_kind_of(f"{folder}/preprocessor_config.json", image, {} if image else HALF, area),
-        video=_kind_of(f"{folder}/video_preprocessor_config.json", video, HALF, area * temporal),
+        patch=vision.patch_size,
+        merge=vision.spatial_merge_size,
+        temporal=vision.temporal_patch_size,
+        image=image,
+        video=video,
     )
-
-
-def _kind_of(path: str, file: dict[str, Any], default: dict[str, list[float]], unit: int) -> Kind:
-    """unit: pixels of the smallest image, a token. default: what Hugging Face's processor has where the file is silent."""
-    if file.get("do_resize") is False:
-        raise UserError(f"{path}: do_resize=false is not supported: a token is {unit} pixels. Set it to true")
-    own = {name: file[name] for name in SETTINGS if file.get(name) is not None}
-    processor = Qwen2VLImageProcessorPil(**(default | own))
-    size = file.get("size") or {}
-    low = file.get("min_pixels") or size.get("shortest_edge") or unit
-    high = file.get("max_pixels") or size.get("longest_edge") or MAX_TOKENS * unit
-    return Kind(int(low), int(high), int(processor.resample), _normal(processor))
-
-
-def _normal(processor: Qwen2VLImageProcessorPil) -> Tensor:
-    """[3, 256] fp32: the processor's rescaling and normalisation of every byte of every channel, as far as it does them."""
-    every = np.tile(np.arange(256, dtype=np.uint8), (3, 1))[:, :, None]  # an image of 256 x 1 pixels
-    if processor.do_rescale:
-        every = processor.rescale(every, processor.rescale_factor)
-    if processor.do_normalize:
-        every = processor.normalize(every, processor.image_mean, processor.image_std)
-    return torch.from_numpy(np.asarray(every, dtype=np.float32)[:, :, 0].copy())
-
-
-def _read(folder: str | None, name: str) -> dict[str, Any]:
-    path = Path(folder or "") / name
-    if folder is None or not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error

@@ -1,25 +1,100 @@
-"""Images and videos for the oracle: Hugging Face's own processor for pixels, Hugging Face's own multimodal forward
+"""Images and videos for the oracle: Hugging Face's own processors for pixels, Hugging Face's own multimodal forward
 for the rest.
 
 The one case that forward cannot take is a policy that sampled a placeholder id itself (bugs G7): then embeddings and
 positions are put together here, image by image, from HF's own tower and rope index. Videos: HF's video processor
-needs torchvision, so frames are resized with PIL, scaled by HF's image processor and cut into patches by plain loops
-in the documented order.
+finds its settings, its size and its patches itself; what it asks of torchvision is done with PIL and numpy here.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.image_transforms import normalize, rescale
+from transformers.image_utils import ChannelDimension, SizeDict
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from longspan.data import Image, Sample, Video
 
-PREPROCESSOR = "preprocessor_config.json"
-MAX_TOKENS = 16384  # Qwen3-VL's own limit an image, where no preprocessor file says otherwise
+MAX_TOKENS = 16384  # an image or video, where there is no preprocessor file
+FIRST = ChannelDimension.FIRST
+
+
+class PilFrames(BaseVideoProcessor):
+    """The three steps of HF's video processor that call torchvision, on stacked videos [B, F, 3, H, W]."""
+
+    def convert_to_rgb(self, video: Tensor) -> Tensor:
+        return video  # Video.load() gives RGB
+
+    def resize(self, image: Tensor, size: SizeDict, resample: int) -> Tensor:
+        frames = [PIL.Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in image.flatten(0, 1)]
+        resized = np.stack([np.asarray(frame.resize((size.width, size.height), resample)) for frame in frames])
+        return torch.from_numpy(resized).permute(0, 3, 1, 2).unflatten(0, image.shape[:2])
+
+    def rescale_and_normalize(
+        self,
+        images: Tensor,
+        do_rescale: bool,
+        rescale_factor: float,
+        do_normalize: bool,
+        image_mean: float | tuple[float, ...],
+        image_std: float | tuple[float, ...],
+    ) -> Tensor:
+        """First the one, then the other, in fp32, as HF's PIL processor treats an image."""
+        scaled = []
+        for frame in images.flatten(0, 1).numpy():
+            if do_rescale:
+                frame = rescale(frame, rescale_factor, data_format=FIRST, input_data_format=FIRST)
+            if do_normalize:
+                frame = normalize(frame, image_mean, image_std, data_format=FIRST, input_data_format=FIRST)
+            scaled.append(frame)
+        return torch.from_numpy(np.stack(scaled)).float().unflatten(0, images.shape[:2])
+
+
+class PilVideoProcessor(Qwen3VLVideoProcessor, PilFrames):
+    """HF's video processor, whose calls of its base class are PilFrames'."""
+
+
+def processors(name: str, vision: PretrainedConfig) -> tuple[Qwen2VLImageProcessorPil, PilVideoProcessor]:
+    """HF's processors as they load themselves from a folder or hub id, with the model's sizes where the file has none.
+    Nothing to load: 1 to MAX_TOKENS tokens and the range -1..1.
+    """
+    sizes = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
+    token = (vision.patch_size * vision.spatial_merge_size) ** 2
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    image = _loaded(name, Qwen2VLImageProcessorPil.get_image_processor_dict)
+    if image is None:
+        image = half | {"size": {"shortest_edge": token, "longest_edge": MAX_TOKENS * token}}
+    elif image.get("size") is None:
+        image["size"] = dict(Qwen2VLImageProcessorPil.size)  # a copy: HF writes min_pixels into the class's own
+    video = _loaded(name, Qwen3VLVideoProcessor.get_video_processor_dict)
+    if video is None:
+        group = token * vision.temporal_patch_size
+        video = half | {"size": {"shortest_edge": group, "longest_edge": MAX_TOKENS * group}}
+    return Qwen2VLImageProcessorPil(**sizes | image), PilVideoProcessor(**sizes | video)
+
+
+def _loaded(name: str, load: Callable[[str], tuple[dict[str, Any], Any]]) -> dict[str, Any] | None:
+    """What HF's processor finds; None: a tiny model, or a folder without a file for it."""
+    if name.startswith("tiny:"):
+        return None
+    try:
+        return load(name)[0]
+    except OSError:
+        if Path(name).is_dir():
+            return None
+        raise
 
 
 class MediaInputs:
@@ -30,19 +105,7 @@ class MediaInputs:
         if self.vision is None:
             return
         self.image_id, self.video_id = config.image_token_id, config.video_token_id
-        folder = Path(name)
-        if name.startswith("tiny:") or (folder.is_dir() and not (folder / PREPROCESSOR).exists()):
-            area = (self.vision.patch_size * self.vision.spatial_merge_size) ** 2
-            self.processor = Qwen2VLImageProcessorPil(
-                patch_size=self.vision.patch_size,
-                merge_size=self.vision.spatial_merge_size,
-                temporal_patch_size=self.vision.temporal_patch_size,
-                size={"shortest_edge": area, "longest_edge": MAX_TOKENS * area},
-                image_mean=[0.5] * 3,
-                image_std=[0.5] * 3,
-            )
-        else:
-            self.processor = Qwen2VLImageProcessorPil.from_pretrained(name)
+        self.processor, self.video_processor = processors(name, self.vision)
 
     def tensors(self, sample: Sample) -> dict[str, Tensor]:
         """pixel_values [P, C], image_grid_thw [n, 3] and their video counterparts; empty for a text sample."""
@@ -73,29 +136,16 @@ class MediaInputs:
         return [height * width // self.vision.spatial_merge_size**2] * frames
 
     def _video(self, video: Video) -> tuple[Tensor, tuple[int, int, int]]:
-        """Patches [t*h*w, C] in the order (t, h/m, w/m, m, m) x (channel, frame, row, column), and the grid."""
-        vision, processor = self.vision, self.processor
-        patch, merge, temporal = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
-        frames = video.load()
-        area = (patch * merge) ** 2
-        height, width = smart_resize(*frames.shape[1:3], patch * merge, area, MAX_TOKENS * area)
-        resized = [np.asarray(PIL.Image.fromarray(f).resize((width, height), processor.resample)) for f in frames]
-        while len(resized) % temporal:
-            resized.append(resized[-1])
-        scaled = [processor.rescale(f.transpose(2, 0, 1), processor.rescale_factor) for f in resized]  # fp32, as images
-        normed = [processor.normalize(f, processor.image_mean, processor.image_std) for f in scaled]
-        video_array = np.stack(normed).transpose(0, 2, 3, 1)  # [F, H, W, 3]
-        patches = []
-        for t in range(len(resized) // temporal):
-            for row in range(height // patch // merge):
-                for column in range(width // patch // merge):
-                    for y in range(row * merge, (row + 1) * merge):
-                        for x in range(column * merge, (column + 1) * merge):
-                            block = video_array[t * temporal : (t + 1) * temporal, y * patch : (y + 1) * patch]
-                            block = block[:, :, x * patch : (x + 1) * patch]  # [temporal, patch, patch, 3]
-                            patches.append(block.transpose(3, 0, 1, 2).reshape(-1))
-        grid = (len(resized) // temporal, height // patch, width // patch)
-        return torch.tensor(np.stack(patches), dtype=torch.float32), grid
+        """Patches [t*h*w, C] and the grid. A video shorter than a frame group, which HF refuses, rests on its last
+        frame."""
+        frames = torch.from_numpy(video.load()).permute(0, 3, 1, 2)
+        while len(frames) < self.vision.temporal_patch_size:
+            frames = torch.cat([frames, frames[-1:]])
+        cap = bool(self.video_processor.cap_pixels_per_frame)  # said aloud, or HF warns
+        made = self.video_processor(
+            videos=[frames], do_sample_frames=False, cap_pixels_per_frame=cap, return_tensors="pt"
+        )
+        return made["pixel_values_videos"], tuple(made["video_grid_thw"][0].tolist())
 
 
 def hidden_with_media(model: PreTrainedModel, sample: Sample, media: MediaInputs) -> Tensor:
