@@ -1,6 +1,7 @@
 """Plans: the hard budget, equal micro-steps, every sample once, the same on every rank; bugs C1, C4, C5, C7, O8."""
 
 import gc
+import random
 import time
 
 import numpy as np
@@ -192,6 +193,22 @@ def test_10k_samples_on_64_ranks_in_one_second():
     assert took < 1.0, took
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_12k_samples_on_few_ranks_take_seconds(ranks):
+    """Micro-steps exchanged samples, and tall samples were stacked, in time that grew with the square of the samples:
+    26 s on 3 ranks, more on 2."""
+    rng = random.Random(1)
+    lengths = [max(1, int(16384 ** rng.random())) for _ in range(12_000)]
+    limits = Limits(ranks, 1, 8192, sizes=tuple(range(1, ranks + 1)))
+    start = time.process_time()
+    plan = make_plan(lengths, limits, default_cost, step_cost=1024.0)
+    took = time.process_time() - start
+    check(plan, lengths, limits)
+    least = lower_bound(lengths, limits, default_cost) + 1024.0 * len(plan.micro_steps)
+    assert makespan(plan, lengths, default_cost, step_cost=1024.0) <= 1.01 * least
+    assert took < 5.0, took  # 0.4 and 0.7 s on one core
+
+
 @pytest.mark.parametrize("sizes", [None, (1, 2, 4, 8)], ids=["static", "dynamic"])
 def test_many_short_samples_share_few_micro_steps(sizes):
     """Thresholds of a large batch ended at its tallest sample, so that each of 20,000 equal ones had a row of its own."""
@@ -210,6 +227,25 @@ def test_a_draft_says_what_its_plan_takes_and_leaves_the_collector_on():
     assert plan == draft.place() == make_plan(lengths, limits, default_cost, step_cost=7.0)
     assert draft.makespan == pytest.approx(makespan(plan, lengths, default_cost, step_cost=7.0), rel=1e-12)
     assert gc.isenabled()
+
+
+def test_a_cost_that_raises_leaves_the_collector_as_it_was():
+    seen: list[bool] = []
+
+    def broken(length: int, size: int) -> float:
+        seen.append(gc.isenabled())
+        raise ZeroDivisionError(length)
+
+    with pytest.raises(ZeroDivisionError):
+        make_draft([5, 9], Limits(2, 1, 32), broken)
+    assert seen == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            make_plan([5, 9], Limits(2, 1, 32), broken)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_step_times_add_up_to_the_makespan():

@@ -22,9 +22,8 @@ class Bins:
     contents: list[list[int]]
     rooms: list[int]  # tokens left
     ready: list[tuple[float, int, int]]  # heap of (height, samples in it, bin); height: time so far
-    waiting: list[
-        tuple[int, int, float, int]
-    ]  # heap of (-room, bin, height, samples): no room for the sample that came last
+    # heap of (-room, bin, height, samples): no room for the sample that came last
+    waiting: list[tuple[int, int, float, int]]
 
     @staticmethod
     def empty(count: int, capacity: int, *, weights: Sequence[int], times: Sequence[float]) -> "Bins":

@@ -26,6 +26,7 @@ SAMPLES_TRIED = 30_000  # thresholds tried: about this / samples, within 2..24, 
 EVEN = 1.05  # a sample this much taller than an even micro-step gets a micro-step of its own height
 CLOSE = 1.002  # of the lower bound: good enough to stop
 POLISHED = 40_000  # samples x ranks up to which more is tried and micro-steps exchange samples
+STACKED = 512 * 513 // 2  # samples looked at for micro-steps of one tall sample each: never too few for 512 samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,39 +218,47 @@ def _even_out(steps: Steps, problem: Problem) -> None:
 
 def _stacks(problem: Problem, sizes_of: np.ndarray) -> Steps:
     """While one sample is taller than an even micro-step: a micro-step as tall as it, filled with the tallest samples
-    that still end in time. The rest is spread evenly.
+    that still end in time. The rest is spread evenly, and so is what is left after STACKED looks at a sample: each
+    micro-step looks at all that is left.
 
     Better than spreading alone where few micro-steps hold samples of very different cost a token.
     """
     sizes, weights, times, capacities = problem.sizes, problem.weights, problem.times, problem.capacities
     ranks, chosen = problem.limits.num_ranks, sizes_of.tolist()
-    left = sorted(problem.order.tolist(), key=lambda i: (-times[chosen[i]][i], i))
+    tall = [times[k][i] for i, k in enumerate(chosen)]
+    works = [time * sizes[k] for time, k in zip(tall, chosen, strict=True)]
+    left = sorted(problem.order.tolist(), key=lambda i: (-tall[i], i))
+    tokens = sum(weights[chosen[i]][i] for i in left)
     steps: Steps = []
+    looks = 0
     while left:
-        tokens = sum(weights[chosen[i]][i] for i in left)
-        work = math.fsum(times[chosen[i]][i] * sizes[chosen[i]] for i in left)
-        number = -(-tokens // (problem.limits.budget * ranks))
-        even = work / ranks / number
-        if times[chosen[left[0]]][left[0]] <= EVEN * even:
+        looks += len(left)
+        work = math.fsum([works[i] for i in left])
+        even = work / ranks / -(-tokens // (problem.limits.budget * ranks))
+        if tall[left[0]] <= EVEN * even or looks > STACKED:
             part = replace(problem, order=problem.order[np.isin(problem.order, left)])
             spread = _candidates(part, sizes_of, _counts(part, sizes_of, even))
             return steps + min(spread, key=lambda steps: total_time(steps, problem.step_cost))
-        limit = times[chosen[left[0]]][left[0]] * (1 + 1e-9)
-        free = problem.limits.num_ranks
+        limit = tall[left[0]] * (1 + 1e-9)
+        free = ranks
         rows: list[list[OpenRow]] = [[] for _ in sizes]
         rooms: list[list[int]] = [[] for _ in sizes]
         later: list[int] = []
         for i in left:
             k = chosen[i]
             if free >= sizes[k]:
-                rows[k].append(OpenRow([i], sizes[k], times[k][i]))
+                rows[k].append(OpenRow([i], sizes[k], tall[i]))
                 rooms[k].append(capacities[k] - weights[k][i])
                 free -= sizes[k]
+                tokens -= weights[k][i]
                 continue
             best, best_height = None, -1.0
             for j in range(k, len(sizes)):
+                if not rows[j]:
+                    continue
+                time, weight = times[j][i], weights[j][i]
                 for number, row in enumerate(rows[j]):
-                    if best_height < row.height <= limit - times[j][i] and rooms[j][number] >= weights[j][i]:
+                    if best_height < row.height <= limit - time and rooms[j][number] >= weight:
                         best, best_height = (j, number), row.height
                 if best is not None:
                     break
@@ -260,6 +269,7 @@ def _stacks(problem: Problem, sizes_of: np.ndarray) -> Steps:
             rows[j][number].samples.append(i)
             rows[j][number].height += times[j][i]
             rooms[j][number] -= weights[j][i]
+            tokens -= weights[k][i]
         steps.append([row for kind in rows for row in kind])
         even_out(steps[-1], weights, times, problem.limits)
         left = later

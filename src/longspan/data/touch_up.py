@@ -25,6 +25,7 @@ class OpenRow:
 
 Steps = list[list[OpenRow]]
 GAIN = 2e-3  # of a row's time: what a move between rows must bring
+TOGETHER = 1024  # samples among which micro-steps exchange: twice as many take four times as long
 
 
 def even_out(rows: list[OpenRow], weights: Weights, times: Times, limits: Limits) -> None:
@@ -99,12 +100,20 @@ def _widen(rows: list[OpenRow], idle: int, weights: Weights, times: Times, limit
 
 
 def polish(steps: Steps, weights: Weights, times: Times, limits: Limits) -> None:
-    """Between micro-steps, until nothing moves (at most four rounds)."""
+    """Between micro-steps, until nothing moves (at most four rounds). Of many samples only about TOGETHER at a time exchange, so that
+    the work grows with their number and not with its square."""
     shifts = _Shifts(weights, times, {size: k for k, size in enumerate(limits.all_sizes)}, limits)
+    samples = sum(len(row.samples) for rows in steps for row in rows)
+    groups = -(-samples // TOGETHER)
+    for first in range(groups):
+        _polish(steps[first::groups], shifts)  # every groups-th: tall and low micro-steps in each
+
+
+def _polish(steps: Steps, shifts: "_Shifts") -> None:
     for _ in range(4):
         moved = False
         for rows in steps:
-            lasts = [max(row.height for row in others) for others in steps]
+            lasts = [max([row.height for row in others]) for others in steps]
             spare = [
                 (row, last)
                 for others, last in zip(steps, lasts, strict=True)
@@ -129,29 +138,39 @@ class _Shifts:
     def relieve(self, rows: list[OpenRow], spare: list[tuple[OpenRow, float]]) -> bool:
         """Makes the slowest row shorter if it is the only slowest. spare: other rows, and when each must end."""
         row = max(rows, key=lambda row: row.height)
-        beside = [(other, row.height * (1 - GAIN)) for other in rows if other is not row]
-        if any(other.height > row.height * (1 - GAIN) for other, _ in beside):
+        most = row.height * (1 - GAIN)
+        beside = [(other, most) for other in rows if other is not row]
+        if any(other.height > most for other, _ in beside):
             return False
-        offers = [*beside, *spare]
-        mine = sorted(row.samples, key=lambda i: (-self.times[self.positions[row.size]][i], i))
-        if len(mine) > 1 and any(self._shift(row, other, [i], [], end) for i in mine for other, end in offers):
-            return True
-        return any(
-            self._shift(row, other, [i], [o], end) for i in mine for other, end in offers for o in list(other.samples)
-        )
+        offers = [(other, end, self.times[self.positions[other.size]]) for other, end in (*beside, *spare)]
+        own = self.times[self.positions[row.size]]
+        mine = [i for i in sorted(row.samples, key=lambda i: (-own[i], i)) if row.height - own[i] <= most]
+        if len(row.samples) > 1:
+            for i in mine:
+                for other, end, theirs in offers:
+                    if other.height + theirs[i] <= end and self._exchange(row, other, [i], []):
+                        return True
+        longest = [max([theirs[o] for o in other.samples]) for other, _, theirs in offers]
+        for i in mine:
+            left = row.height - own[i]
+            for (other, end, theirs), most_taken in zip(offers, longest, strict=True):
+                raised = other.height + theirs[i]
+                if raised - most_taken > end:
+                    continue
+                for o in other.samples:
+                    if raised - theirs[o] <= end and left + own[o] <= most and self._exchange(row, other, [i], [o]):
+                        return True
+        return False
 
-    def _shift(self, row: OpenRow, other: OpenRow, given: list[int], taken: list[int], end: float) -> bool:
+    def _exchange(self, row: OpenRow, other: OpenRow, given: list[int], taken: list[int]) -> bool:
+        """Unless a row would have too many tokens."""
         k, j = self.positions[row.size], self.positions[other.size]
-        there = other.height + sum(self.times[j][i] for i in given) - sum(self.times[j][i] for i in taken)
-        here = row.height - sum(self.times[k][i] for i in given) + sum(self.times[k][i] for i in taken)
-        if there > end or here > row.height * (1 - GAIN):
-            return False
         theirs = [i for i in other.samples if i not in taken] + given
         ours = [i for i in row.samples if i not in given] + taken
-        if sum(self.weights[j][i] for i in theirs) > self.limits.capacity(other.size):
+        if sum([self.weights[j][i] for i in theirs]) > self.limits.capacity(other.size):
             return False
-        if sum(self.weights[k][i] for i in ours) > self.limits.capacity(row.size):
+        if sum([self.weights[k][i] for i in ours]) > self.limits.capacity(row.size):
             return False
-        row.samples, row.height = ours, sum(self.times[k][i] for i in ours)
-        other.samples, other.height = theirs, sum(self.times[j][i] for i in theirs)
+        row.samples, row.height = ours, sum([self.times[k][i] for i in ours])
+        other.samples, other.height = theirs, sum([self.times[j][i] for i in theirs])
         return True
