@@ -10,6 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+import torch.distributed as dist
 
 from longspan import SGD, Engine, EngineConfig, Image, Objective, Sample, launch
 from longspan.errors import UserError
@@ -63,9 +64,41 @@ def body(whole, cut, folder):
 def test_a_call_that_stops_half_way_is_never_stepped_with(tmp_path):
     results = launch(body, *write_images(tmp_path), tmp_path / "run", ranks=2, timeout_s=100)
     for (torn, *after, save), left, recovered in results:
-        said = r"reading the media of samples .* failed on rank \d: .*cut\.png cannot be decoded.*Replace the file"
+        said = r"reading media failed on rank \d: .*cut\.png cannot be decoded.*Replace the file"
         assert re.search(said, torn) and "checkpoint" not in torn, torn
         assert left, "the first micro-step did add its gradient, or this test shows nothing"
         assert all("stopped half-way" in message and "clear_gradients()" in message for message in after), after
         assert "clear_gradients() first" in save
         assert recovered
+
+
+def alone(picture, broken, missing):
+    """What this rank is told where only rank 0's files are bad, or only the encoding rank meets them; the engine goes on after each."""
+    engine = Engine.build(
+        EngineConfig("tiny:qwen3_vl", layout=parse_layout("cp2-ring"), dtype="float64", max_tokens_per_rank=64)
+    )
+    objective, said = Objective("cross_entropy"), []
+    good = sample(picture)
+    for bad in (broken, missing if dist.get_rank() == 0 else picture):
+        with pytest.raises(UserError) as caught:
+            engine.forward_backward([sample(bad)], objective)
+        said.append(str(caught.value))
+        engine.clear_gradients()
+        engine.forward_backward([good], objective)
+    return said
+
+
+def test_every_rank_hears_of_a_file_that_one_rank_cannot_read(tmp_path):
+    picture, broken = tmp_path / "good.png", tmp_path / "exif.jpg"
+    image = PIL.Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8))
+    image.save(picture)
+    exif = PIL.Image.Exif()
+    exif[274], exif[270] = 6, "hello there"
+    image.save(broken, exif=exif)
+    broken.write_bytes(broken.read_bytes().replace(b"\x01\x0e\x00\x02", b"\x01\x00\x00\x02"))  # a number that is text
+    told = launch(alone, str(picture), str(broken), str(tmp_path / "gone.png"), ranks=2, timeout_s=100)
+    for rank, (first, second) in enumerate(told):
+        assert re.search(r"reading media failed on rank 0: .*exif\.jpg cannot be decoded", first), (rank, first)
+        assert "gone.png does not exist" in second and (rank == 0 or "rank 0 does not take these samples" in second), (
+            second
+        )

@@ -8,7 +8,9 @@ uint8 RGB [H, W, 3] (video [F, H, W, 3]); float arrays are taken as 0..1; EXIF o
 import hashlib
 import itertools
 import os
+import struct
 import threading
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
-from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from longspan.errors import UserError
@@ -27,6 +28,11 @@ VideoSource = str | os.PathLike[str] | np.ndarray | Tensor | Sequence[ImageSourc
 Key = tuple[str | int, ...]
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# what PIL's plugins were seen to raise of files that are broken
+UNREADABLE = (
+    OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, ZeroDivisionError, AssertionError, EOFError,
+    MemoryError, struct.error, zlib.error, PIL.Image.DecompressionBombError,
+)  # fmt: skip
 # one PIL image may be in several samples, even of several engines, and decodes itself when first used, in one thread only
 _LAZY = threading.Lock()
 EXIF_ORIENTATION = 274  # tag; values 5 to 8 swap height and width
@@ -60,14 +66,9 @@ class Image:
             return PIL.Image.fromarray(_pixels("Image", self.source))
         if isinstance(self.source, PIL.Image.Image):
             with _LAZY:
-                return _upright(self.source)
+                return _decoded(self.source, "a PIL image")
         with _open(Path(self.source)) as image:
-            try:
-                return _upright(image)
-            except (OSError, SyntaxError) as error:
-                raise UserError(
-                    f"image file {self.source} cannot be decoded: {error}. Replace the file or drop the sample."
-                ) from None
+            return _decoded(image, f"image file {self.source}")
 
     def key(self) -> Key:
         """Equal for equal pictures."""
@@ -149,8 +150,15 @@ def _open(path: Path) -> PIL.Image.Image:
         return PIL.Image.open(path)
     except FileNotFoundError:
         raise UserError(f"image file {path} does not exist (working directory {Path.cwd()}). Check the path.") from None
-    except (UnidentifiedImageError, OSError) as error:
+    except UNREADABLE as error:
         raise UserError(f"image file {path} cannot be read: {error}. Give a PNG, JPEG or WebP file.") from None
+
+
+def _decoded(image: PIL.Image.Image, what: str) -> PIL.Image.Image:
+    try:
+        return _upright(image)
+    except UNREADABLE as error:
+        raise UserError(f"{what} cannot be decoded: {error}. Replace the file or drop the sample.") from None
 
 
 def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:

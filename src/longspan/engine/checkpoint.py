@@ -17,7 +17,7 @@ from torch import Tensor
 from longspan.errors import CheckpointError, LongspanError
 from longspan.layout import Mesh
 
-__all__ = ["publish", "read_tensors", "saved_keys", "verify", "write_tensors"]
+__all__ = ["agree", "publish", "read_tensors", "saved_keys", "telling", "verify", "write_tensors"]
 
 TENSORS = "tensors"
 MANIFEST = "manifest.json"
@@ -73,10 +73,7 @@ def _check_ours(path: Path) -> None:
 
 
 class agree:
-    """`with agree(mesh, what):` - if the block failed on any rank, every rank raises `raises` naming the first such rank, with `advice`.
-
-    A rank that fails with anything but an OSError, a ValueError or a RuntimeError (a bug) raises as it is.
-    """
+    """`with agree(mesh, what):` - if the block failed on any rank, every rank raises `raises` naming the first such rank, with `advice`."""
 
     def __init__(
         self,
@@ -92,14 +89,27 @@ class agree:
         return None
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(
-            error, OSError | ValueError | RuntimeError | dcp.api.CheckpointException
-        ):
-            return
+        if error is not None and not isinstance(error, Exception | dcp.api.CheckpointException):
+            return  # the process is to end
         said = self.mesh.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
         for rank, message in enumerate(said):
             if message is not None:
-                raise self.raises(f"{self.what} failed on rank {rank}: {message}. {self.advice}") from error
+                raise self.raises(f"{self.what} failed on rank {rank}: {message.rstrip('.')}. {self.advice}") from error
+
+
+class telling:
+    """`with telling(mesh):` - what fails inside on this rank alone, such as a file that only other machines have, is told to the
+    ranks, whose next `gather_objects` gets its text in this rank's place."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self.mesh.gather_objects(f"{type(error).__name__}: {error}")
 
 
 def verify(path: Path, mesh: Mesh) -> dict:

@@ -20,7 +20,7 @@ from longspan.data import Plan, Sample, check_fit, check_samples
 from longspan.engine import rng
 from longspan.engine.backend import Backend
 from longspan.engine.batch import Batch, fingerprint, make_batch
-from longspan.engine.checkpoint import publish, verify
+from longspan.engine.checkpoint import publish, telling, verify
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.fsdp.backend import FSDPBackend
 from longspan.engine.fsdp.compiled import keeps_of
@@ -136,14 +136,14 @@ class Engine:
         self._check_whole()
         objective = self._check(samples, objective, teacher)
         started = self._start()
-        weights = token_weights(
-            samples, objective, normalise, denominator=denominator, by_adapter=self.config.lora is not None
-        )
-        batch = self._admit(samples, objective.stream_fields(samples), weights, objective.moe_over)
-        plan = self.planner.plan(batch)
-        traffic = self.reductions.traffic(
-            plan, self._agree(batch, plan, settings_of(objective), self.reductions.room(batch, plan))
-        )
+        with telling(self.mesh):
+            weights = token_weights(
+                samples, objective, normalise, denominator=denominator, by_adapter=self.config.lora is not None
+            )
+            batch = self._admit(samples, objective.stream_fields(samples), weights, objective.moe_over)
+            plan = self.planner.plan(batch)
+            mark, room = fingerprint(batch), self.reductions.room(batch, plan)
+        traffic = self.reductions.traffic(plan, self._agree(batch, plan, mark, settings_of(objective), room))
         steps = self.builder.steps(batch, plan, self._keep(objective))  # pack, shard: one micro-step at a time
         steps = marked(steps, plan, traffic)
         steps = steps if teacher is None else with_teacher(steps, teacher, samples, plan)
@@ -175,9 +175,11 @@ class Engine:
                 f"outputs=({ROUTES!r},) needs a mixture-of-experts model; {self.config.model} has no experts"
             )
         self._check_topk(topk, outputs)
-        batch = self._admit(samples, (), {})
-        plan = self.planner.plan(batch)
-        self._agree(batch, plan, repr((tuple(outputs), topk)))
+        with telling(self.mesh):
+            batch = self._admit(samples, (), {})
+            plan = self.planner.plan(batch)
+            mark = fingerprint(batch)
+        self._agree(batch, plan, mark, repr((tuple(outputs), topk)))
         buffer = TokenBuffer(batch.lengths, self.mesh.device)
         self.backend.run(
             self.builder.steps(batch, plan, Keep(routes=ROUTES in outputs)), Forward(tuple(outputs), buffer, topk)
@@ -379,11 +381,14 @@ class Engine:
             samples, self.adapter, weights=streams, fields=names, dtype=self.dtype, routing=self.backend.routing
         )
 
-    def _agree(self, batch: Batch, plan: Plan, settings: str, room: Room | None = None) -> list[Room | None]:
+    def _agree(self, batch: Batch, plan: Plan, mark: int, settings: str, room: Room | None = None) -> list[Room | None]:
         """Every rank must hold the same batch, plan and settings; a difference is an error that names the rank, not a hang.
-        Returns each rank's `room`: they all decide from the same."""
-        mine = (fingerprint(batch), len(plan.micro_steps), sum(batch.lengths), hash(plan))
+        mark: the batch's fingerprint. Returns each rank's `room`: they all decide from the same."""
+        mine = (mark, len(plan.micro_steps), sum(batch.lengths), hash(plan))
         said = self.mesh.gather_objects((mine, settings, room))
+        for rank, each in enumerate(said):
+            if isinstance(each, str):
+                raise UserError(f"rank {rank} does not take these samples: {each}")
         for rank, (theirs, asked, _) in enumerate(said):
             if theirs != said[0][0]:
                 raise RankError(

@@ -73,8 +73,8 @@ class StepBuilder:
 
     def _media(self, batch: Batch, row: Row, stream: Stream, info: SeqInfo) -> MediaShard:
         samples = [batch.samples[sample] for sample in row.samples]
-        advice = "Replace the file or drop the sample"
-        with agree(self.mesh, f"reading the media of samples {row.samples}", raises=UserError, advice=advice):
+        advice = "What this call had added is for clear_gradients()"
+        with agree(self.mesh, "reading media", raises=UserError, advice=advice):
             plan = plan_media(samples, self.adapter.reader, row.size)
             return media_shard(
                 plan,
