@@ -46,7 +46,7 @@ from longspan.engine.optim import local
 from longspan.errors import LongspanError
 from longspan.launch import launch, world
 from longspan.layout import parse_layout
-from longspan.parity import differences, oracle_media
+from longspan.parity import differences
 from longspan.parity.cases import ALL, PPO, Case
 from longspan.parity.cells import BFLOAT16_FACTOR, LIMITS
 from longspan.parity.checks import check_layout, roomy_budget, tight_budget
@@ -130,15 +130,6 @@ class Subject:
         return Engine.build(config)
 
 
-class WithoutTorchvision:
-    """What the oracle asks for the folder's processor."""
-
-    @staticmethod
-    def from_pretrained(folder: str, backend: str) -> Qwen2VLImageProcessorPil:
-        assert backend == "pil"
-        return Qwen2VLImageProcessorPil.from_pretrained(folder)
-
-
 def make_subject(name: str, folder: str, smoke: bool) -> Subject:
     """Write a random model as a Hugging Face folder and load the oracle from it."""
     shape, over = MODELS[name]
@@ -158,8 +149,6 @@ def make_subject(name: str, folder: str, smoke: bool) -> Subject:
             image_mean=[0.5] * 3,
             image_std=[0.5] * 3,
         ).save_pretrained(folder)
-        # AutoImageProcessor asks for torchvision even where the PIL processor is wanted
-        oracle_media.AutoImageProcessor = WithoutTorchvision
     del model
     reference = Reference(folder, dtype=torch.float32, value_head=True, device=str(device()))
     if find_spec("fla") is not None:  # transformers would take its kernels: then DeltaNet is the plain recurrence
