@@ -80,6 +80,8 @@ class Engine:
         self.reductions = Reductions(self.planner, backend, mesh.device)
         self.builder = StepBuilder(config, adapter, mesh, DTYPES[config.dtype])
         self.dtype = torch.float64 if config.dtype == "float64" else torch.float32
+        # whether selective recomputation runs a tower again: neither a frozen one nor megatron's
+        self.tower_again = config.backend == "fsdp" and tower_trains(adapter)
         self.step = 0
         self.alone = False  # the accumulated gradient is that of a call that must be its step's only one
         self.torn = False  # a call stopped half-way: the accumulators hold a part of its gradient
@@ -353,7 +355,7 @@ class Engine:
         selective = self.config.recompute == "selective"
         return Keep(
             attention=selective and keeps_of(self.config) is None,  # compiled layers keep it themselves
-            tower=selective and tower_trains(self.adapter),  # a frozen one is not run again
+            tower=selective and self.tower_again,
             router_logits=bool(objective.moe_aux or objective.moe_z),
         )
 

@@ -63,9 +63,9 @@ def cut_pieces(info: SeqInfo, longest: int | None = None) -> Pieces:
     return _cut(cu_seqlens, info.num_local, size=info.size, rank=info.rank, longest=longest)
 
 
-def whole_pieces(info: SeqInfo, longest: int | None = None) -> Pieces:
+def whole_pieces(info: SeqInfo) -> Pieces:
     """The whole row on one rank, for layers whose heads are shared out instead of their tokens."""
-    return _cut(info.cu_seqlens.tolist(), info.num_tokens, size=1, rank=0, longest=longest)
+    return _cut(info.cu_seqlens.tolist(), info.num_tokens, size=1, rank=0, longest=None)
 
 
 def _cut(cu_seqlens: Sequence[int], num_local: int, *, size: int, rank: int, longest: int | None) -> Pieces:

@@ -62,9 +62,8 @@ class Comparison:
     parts: Mapping[str, Mapping[str, tuple[float, str]]]  # layout -> part -> (figure, parameter)
     model_hash: str
     config: EngineConfig
-    lost: Mapping[str, str] = field(
-        default_factory=dict
-    )  # layouts whose ranks died or were too slow, and what was said
+    # layouts whose ranks died or were too slow, and what was said
+    lost: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
