@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.engine import AdamW, Engine, EngineConfig
+from longspan.engine.fsdp.backend import full
 from longspan.launch import launch
 from longspan.layout import parse_layout
 from longspan.parity import differences
@@ -53,8 +54,7 @@ def moments_of(engine: Engine) -> dict[str, Tensor]:
     found = {}
     for name, parameter in backend.named_parameters():
         for slot in SLOTS:
-            value = optimizer.state[parameter][slot]
-            found[f"{name}/{slot}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu()
+            found[f"{name}/{slot}"] = full(optimizer.state[parameter][slot])
     return found
 
 

@@ -6,12 +6,14 @@ a weight. Refuses tp > 1 and pp > 1: those are the megatron backend's.
 
 import fnmatch
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -315,15 +317,19 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def _gathered(tensor: DTensor) -> Tensor:
-    """`full_tensor()`, for FSDP's own split by a blocking collective: gloo's asynchronous one, which torch takes, ended one in
-    about a hundred launches by a corrupt heap (torch 2.13, docs/log.md)."""
-    mesh = tensor.device_mesh
-    if mesh.ndim > 1 or tensor.placements[0] != Shard(0):
-        return tensor.full_tensor()
-    shard, rows = tensor.to_local(), -(-tensor.shape[0] // mesh.size())
-    padded = torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    return all_gather(padded, CPGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size(), ranks))[: tensor.shape[0]]
+    """`full_tensor()` by blocking collectives: gloo's asynchronous one, which torch takes, ended one in about a hundred launches
+    by a corrupt heap (torch 2.13, docs/log.md). Rows were cut over the last axis of the mesh first (policy.shard_policy: experts
+    over ep, then over the replicas of theirs), so they are joined over the first axis first."""
+    mesh, whole = tensor.device_mesh, tensor.to_local()
+    strided = [place != Shard(0) for place in tensor.placements]  # a cut of what a later axis had cut already
+    assert strided == [True] * (mesh.ndim - 1) + [False], tensor.placements
+    for axis, size in enumerate(mesh.shape):
+        rows = tensor.shape[0] // math.prod(mesh.shape[axis + 1 :])
+        padded = torch.cat([whole, whole.new_zeros(-(-rows // size) - len(whole), *whole.shape[1:])])
+        group = mesh.get_group(axis)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        whole = all_gather(padded, CPGroup(group, mesh.get_local_rank(axis), size, ranks))[:rows]
+    return whole
 
 
 def _freeze(policy: Policy, freeze: tuple[str, ...], adapter: Adapter) -> None:
