@@ -27,7 +27,8 @@ CHUNK = 64  # tokens of a chunk of plain DeltaNet (mixers/deltanet_chunked.py)
 def attention_kept(shape: ModelShape, bytes_per_value: int, size: int, *, queries: int, keys: int) -> float:
     """Bytes a token of one softmax attention, its norms left out. queries, keys: how many tensors of the width of all query
     heads (out is one) and of all KV heads are kept. Beside them the LSE and, in a row of several ranks, out before the
-    exchange; k and v repeated for more ranks than heads."""
+    exchange; k and v repeated for more ranks than heads. Where Ulysses keeps out once (symmetric memory, selective), the out of
+    the attention below is on its way through a layer's backward instead: as much where there are two layers, else less."""
     heads = queries * shape.heads + keys * shape.kv_heads
     if size > 1:
         heads += shape.heads + 2 * max(0, size - shape.kv_heads)
