@@ -1,8 +1,9 @@
 """References to images and videos. Nothing is decoded until `load()`, which only the ranks that need the pixels call.
 
-`size()` reads no more than a file's header. `key()` is equal for equal pictures, on every rank: path, size and mtime
-of a file, or a hash of the pixels of an array; identical images of a micro-step are encoded once by it. Pixels are
-uint8 RGB [H, W, 3] (video [F, H, W, 3]); float arrays are taken as 0..1; EXIF orientation is applied.
+`size()` reads no more than a file's header and the names of a PNG's chunks. `key()` is equal for equal pictures, on
+every rank: path, size and mtime of a file, or a hash of the pixels of an array; identical images of a micro-step are
+encoded once by it. Pixels are uint8 RGB [H, W, 3] (video [F, H, W, 3]); float arrays are taken as 0..1. EXIF orientation
+is applied as PIL.ImageOps.exif_transpose does in every format: a PNG may have it behind its pixels, PIL itself turns a TIFF.
 """
 
 import hashlib
@@ -11,13 +12,16 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from torch import Tensor
 
 from longspan.errors import UserError
@@ -36,6 +40,8 @@ UNREADABLE = (
 # one PIL image may be in several samples, even of several engines, and decodes itself when first used, in one thread only
 _LAZY = threading.Lock()
 EXIF_ORIENTATION = 274  # tag; values 5 to 8 swap height and width
+TEXTS = (b"tEXt", b"zTXt", b"iTXt")  # chunks of a PNG
+KEYWORDS = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")  # of those with an orientation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,20 +61,22 @@ class Image:
         """(height, width); a file's header is all that is read."""
         if isinstance(self.source, np.ndarray | Tensor):
             return int(self.source.shape[0]), int(self.source.shape[1])
-        if isinstance(self.source, PIL.Image.Image):
-            return _oriented_size(self.source)
-        with _open(Path(self.source)) as image:
-            return _oriented_size(image)
+        if isinstance(self.source, PIL.Image.Image):  # its pixels are decoded on every rank anyway, for its key
+            with _LAZY, _readable("a PIL image"):
+                self.source.load()
+                return _upright_size(self.source.size, self.source.getexif())
+        with _open(Path(self.source)) as image, _readable(f"image file {self.source}"):
+            return _upright_size(_written_size(image), _exif(image))
 
     def load(self) -> PIL.Image.Image:
         """The decoded picture, RGB."""
         if isinstance(self.source, np.ndarray | Tensor):
             return PIL.Image.fromarray(_pixels("Image", self.source))
         if isinstance(self.source, PIL.Image.Image):
-            with _LAZY:
-                return _decoded(self.source, "a PIL image")
-        with _open(Path(self.source)) as image:
-            return _decoded(image, f"image file {self.source}")
+            with _LAZY, _readable("a PIL image"):
+                return _upright(self.source)
+        with _open(Path(self.source)) as image, _readable(f"image file {self.source}"):
+            return _upright(image)
 
     def key(self) -> Key:
         """Equal for equal pictures."""
@@ -154,25 +162,49 @@ def _open(path: Path) -> PIL.Image.Image:
         raise UserError(f"image file {path} cannot be read: {error}. Give a PNG, JPEG or WebP file.") from None
 
 
-def _decoded(image: PIL.Image.Image, what: str) -> PIL.Image.Image:
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
     try:
-        return _upright(image)
+        yield
     except UNREADABLE as error:
         raise UserError(f"{what} cannot be decoded: {error}. Replace the file or drop the sample.") from None
 
 
-def _oriented_size(image: PIL.Image.Image) -> tuple[int, int]:
-    width, height = image.size
-    return (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
-
-
 def _upright(image: PIL.Image.Image) -> PIL.Image.Image:
-    return (image if _orientation(image) == 1 else PIL.ImageOps.exif_transpose(image)).convert("RGB")
+    image.load()
+    as_it_is = image.getexif().get(EXIF_ORIENTATION, 1) == 1
+    return (image if as_it_is else PIL.ImageOps.exif_transpose(image)).convert("RGB")
 
 
-def _orientation(image: PIL.Image.Image) -> int:
-    # A PNG keeps its EXIF behind the pixels: reading it would decode them, and cameras do not write PNG.
-    return 1 if image.format == "PNG" else image.getexif().get(EXIF_ORIENTATION, 1)
+def _upright_size(size: tuple[int, int], exif: PIL.Image.Exif) -> tuple[int, int]:
+    width, height = size
+    return (width, height) if exif.get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8) else (height, width)
+
+
+def _written_size(image: PIL.Image.Image) -> tuple[int, int]:
+    """(width, height) as the file has them. PIL turns a TIFF while decoding it, some versions of PIL its `size` before."""
+    return (image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]) if isinstance(image, TiffImageFile) else image.size
+
+
+def _exif(image: PIL.Image.Image) -> PIL.Image.Exif:
+    """Of a file just opened. Pixels are decoded only of a PNG that has EXIF behind them."""
+    if not isinstance(image, PngImageFile):
+        return image.getexif()
+    if image.fp is not None and _tells_later(image.fp.fileno()):
+        image.load()
+    return PIL.Image.Image.getexif(image)  # PngImageFile's own decodes wherever no EXIF stands before the pixels
+
+
+def _tells_later(png: int) -> bool:
+    """Whether an open PNG has a chunk behind its pixels in which PIL looks for an orientation."""
+    place, pixels = 8, False  # behind the signature
+    while len(head := os.pread(png, 8, place)) == 8 and head[4:] != b"IEND":
+        length, name = struct.unpack(">I4s", head)
+        if pixels and (name == b"eXIf" or (name in TEXTS and os.pread(png, 32, place + 8).startswith(KEYWORDS))):
+            return True
+        pixels = pixels or name == b"IDAT"
+        place += 8 + length + 4  # a checksum
+    return False
 
 
 def _frame_files(folder: Path) -> list[Path]:

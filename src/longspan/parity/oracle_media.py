@@ -7,11 +7,13 @@ finds its settings, its size and its patches itself; what it asks of torchvision
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -27,11 +29,28 @@ MAX_TOKENS = 16384  # an image or video, where there is no preprocessor file
 FIRST = ChannelDimension.FIRST
 
 
+def picture(image: Image) -> PIL.Image.Image:
+    """RGB, as PIL itself reads a file or has an image in memory, turned upright."""
+    source, loaded = image.source, image.load()  # what cannot be read is refused here
+    if isinstance(source, np.ndarray | Tensor):
+        return loaded
+    with nullcontext(source) if isinstance(source, PIL.Image.Image) else PIL.Image.open(source) as opened:
+        return PIL.ImageOps.exif_transpose(opened).convert("RGB")
+
+
+def pictures(video: Video) -> np.ndarray:
+    """[F, H, W, 3] uint8."""
+    loaded = video.load()  # frames of several sizes are refused here
+    if isinstance(video.source, np.ndarray | Tensor):
+        return loaded
+    return np.stack([np.asarray(picture(frame)) for frame in video.frames()])
+
+
 class PilFrames(BaseVideoProcessor):
     """The three steps of HF's video processor that call torchvision, on stacked videos [B, F, 3, H, W]."""
 
     def convert_to_rgb(self, video: Tensor) -> Tensor:
-        return video  # Video.load() gives RGB
+        return video  # `pictures` are RGB
 
     def resize(self, image: Tensor, size: SizeDict, resample: int) -> Tensor:
         frames = [PIL.Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in image.flatten(0, 1)]
@@ -113,7 +132,7 @@ class MediaInputs:
         videos = [item for item in sample.media if isinstance(item, Video)]
         found = {}
         if images:
-            made = self.processor(images=[image.load() for image in images], return_tensors="pt")
+            made = self.processor(images=[picture(image) for image in images], return_tensors="pt")
             found |= {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"]}
         if videos:
             cut = [self._video(video) for video in videos]
@@ -127,7 +146,7 @@ class MediaInputs:
         """(t, h, w) in patches."""
         if isinstance(media, Video):
             return self._video(media)[1]
-        made = self.processor(images=[media.load()], return_tensors="pt")["image_grid_thw"][0]
+        made = self.processor(images=[picture(media)], return_tensors="pt")["image_grid_thw"][0]
         return tuple(made.tolist())
 
     def visual_tokens(self, media: Image | Video) -> list[int]:
@@ -138,7 +157,7 @@ class MediaInputs:
     def _video(self, video: Video) -> tuple[Tensor, tuple[int, int, int]]:
         """Patches [t*h*w, C] and the grid. A video shorter than a frame group, which HF refuses, rests on its last
         frame."""
-        frames = torch.from_numpy(video.load()).permute(0, 3, 1, 2)
+        frames = torch.from_numpy(pictures(video)).permute(0, 3, 1, 2)
         while len(frames) < self.vision.temporal_patch_size:
             frames = torch.cat([frames, frames[-1:]])
         cap = bool(self.video_processor.cap_pixels_per_frame)  # said aloud, or HF warns
