@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longspan.layout.mesh import CPGroup
 from longspan.mixers.attention import Work
+from longspan.mixers.kernels import heads_first
 from longspan.mixers.transport import Arrival, Transport
 from longspan.mixers.ulysses import UlyssesPrepared, kv_heads_by_rank
 
@@ -38,8 +39,8 @@ class Trip:
         return x.unflatten(1, (self.group.size, self.groups, -1))[:, :, g].movedim(1, 0)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Room for all groups' heads of this rank's tokens: [T, h, D] -> [T/N, N * G * h, D]."""
-        return x.new_empty(x.shape[0] // self.group.size, self.group.size * self.groups * x.shape[1], x.shape[2])
+        """Room for the gradient of all groups' heads of this rank's tokens: [T, h, D] -> [T/N, N * G * h, D]."""
+        return heads_first(x, x.shape[0] // self.group.size, self.group.size * self.groups * x.shape[1], x.shape[2])
 
     def to_heads(self, *tensors: Tensor) -> tuple[list[Tensor], list[Arrival]]:
         """Starts the travel of each group; what the tensors land in, group after group, is theirs after its wait."""

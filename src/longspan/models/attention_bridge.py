@@ -6,8 +6,8 @@ varlen call for all images. HF walks images one by one unless the implementation
 name fails while a model is built; so `use_vision_bridge` sets it on the finished tower.
 
 The views are undone in the order in which HF's modules made them, and by squeeze: then gradients are views of what the
-kernel wrote, with the strides that compiled layers ask for under torch 2.13. (2.11 asks for contiguous [1, H, T, D]: one
-copy, 22 ms of a 64k row's step.) `x[0]` would have them filled with zeros and copied first.
+kernel wrote. Compiled layers ask for contiguous [1, H, T, D], so kernels write heads first (kernels.heads_first); tokens
+first, the three are copied once, 22 ms of a 64k row's step. `x[0]` would have them filled with zeros and copied first.
 """
 
 from __future__ import annotations

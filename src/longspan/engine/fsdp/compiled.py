@@ -32,6 +32,9 @@ from longspan.models.adapter import Adapter, tower_blocks
 __all__ = ["BACKENDS", "KEEPS", "PLAIN", "checkpoint_tower", "compile_keeping", "compile_layers", "keeps_of"]
 
 PLAIN = "plain"  # torch's own partition, of what has a checkpoint around it
+# Compiled q, k and v want gradients that are contiguous as [1, H, T, D], whatever their own strides: what torch does where T is symbolic,
+# and 2.11 always, 2.13 not where T is fixed. Kernels and mixers write them so (kernels/__init__.py); else each is copied.
+TANGENTS = {"guess_tangent_strides_as_outputs": False}
 # recompute policy -> settings of torch's partitioner; a policy that is not here has a checkpoint around each layer
 KEEPS: dict[str, dict[str, Any]] = {
     "selective": {"activation_memory_budget": 0.0},
@@ -67,7 +70,7 @@ def checkpoint_tower(blocks: Sequence[nn.Module]) -> None:
 
 def compile_keeping(keep: dict[str, Any], graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """inductor, with these settings of the partitioner."""
-    with functorch_config.patch(**keep):
+    with functorch_config.patch(**TANGENTS, **keep):
         return compile_fx(graph, list(inputs))
 
 

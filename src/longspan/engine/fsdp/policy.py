@@ -76,6 +76,8 @@ def shard_policy(
     for unit in policy.adapter.units():
         fully_shard(unit, mesh=mesh.device_mesh, mp_policy=precision, offload_policy=where)
     fully_shard(policy, mesh=mesh.device_mesh, mp_policy=precision, offload_policy=where)
+    if mesh.device_mesh.size() == 1:  # a mean is a sum here; with a factor FSDP2 would divide every gradient by it
+        return
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Kernel"]
+__all__ = ["Block", "Kernel", "heads_first"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,15 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this block. out and lse may be those of a larger softmax (ring, sink).
 
-        Results may have the dtype of q or f32; whoever calls adds them up in f32 (f64 for f64).
+        Results may have the dtype of q or f32 and any strides; whoever calls adds them up in f32 (f64 for f64).
         """
         ...
+
+
+def heads_first(like: Tensor, rows: int, heads: int, dim: int) -> Tensor:
+    """Room for a gradient [rows, heads, dim] that lies in memory as [heads, rows, dim]: as compiled layers want those of
+    q, k and v (engine/fsdp/compiled.py)."""
+    return like.new_empty(heads, rows, dim).transpose(0, 1)
 
 
 def _boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
-from . import Block
+from . import Block, heads_first
 from .padding import pad_head_dim
 
 __all__ = ["Flash4"]
@@ -139,9 +139,10 @@ def backward_kernel(
     scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the dtype of q."""
+    """dq, dk, dv in the dtype of q, heads first in memory."""
     told = _segments(cu_q, cu_k, max_q, max_k, causal=causal, left=left, scale=scale)
-    dq, dk, dv = _flash_attn_bwd(q, k, v, out, dout, lse, deterministic=deterministic, **told)[:3]
+    dq, dk, dv = (heads_first(x, *x.shape) for x in (q, k, v))
+    _flash_attn_bwd(q, k, v, out, dout, lse, deterministic=deterministic, dq=dq, dk=dk, dv=dv, **told)
     return dq, dk, dv
 
 
@@ -152,4 +153,4 @@ flash4_backward = torch.library.custom_op(
 
 @flash4_backward.register_fake
 def _(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, left, scale, deterministic):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return heads_first(q, *q.shape), heads_first(k, *k.shape), heads_first(v, *v.shape)
