@@ -1,11 +1,12 @@
 """The whole train step through Engine: random weights, bf16 over fp32 masters, PPO with entropy.
 
-    python benchmarks/step.py --only one          # Qwen3-1.7B's shape on one GPU; "cp": two GPUs; "short": short rows, CP=2 against DP=2
+    python benchmarks/step.py --only one          # Qwen3-1.7B's shape on one GPU; "cp": two GPUs; "short": short rows, CP=2 against DP=2;
+                                                  # "free": one GPU, layers compiled for any length
     python benchmarks/step.py --only models       # the other shapes of shapes.py, on one GPU
     python benchmarks/step.py --only "one/64k row/compiled/selective"
 
-One `forward_backward` of 64k tokens, no optimizer: forward, recomputation, backward, gradient reduction, the PPO loss
-with entropy. Layers are compiled one by one (`compile=True`) or run as they are. Time is wall clock around the call,
+One `forward_backward` of 64k tokens without gradients from before, no optimizer: forward, recomputation, backward, gradient
+reduction, the PPO loss with entropy. Layers are compiled one by one (`compile=True`) or run as they are. Time is wall clock around the call,
 the device synchronised on both sides, so host work counts; the slower rank's. tokens/s: real tokens of all ranks.
 Rows with images decode them on the host inside the step; `tower_ms` is the vision tower alone, forward + backward
 without recomputation.
@@ -69,6 +70,7 @@ class Case:
     model: str = "qwen3-1.7b"
     offload: tuple[str, ...] = ()
     collective: bool = False  # travels between ranks by NCCL where symmetric memory would do
+    before: tuple[int, ...] = ()  # lengths of a call before the first: layers are then compiled for any length
 
     @property
     def label(self) -> str:
@@ -96,6 +98,8 @@ def cases(asked: Settings, gpus: int) -> list[Case]:
         for model, recompute in OTHERS
         for name, lengths in rows.items()
     ]
+    other = (40,) if asked.smoke else (61440,)
+    found += [Case("free", name, lengths, Layout(), recompute="none", before=other) for name, lengths in rows.items()]
     if gpus > 1:
         short = (8, 12, 16, 12) if asked.smoke else SHORT
         found += [
@@ -178,7 +182,12 @@ def _measure(engine: Engine, case: Case, repeats: int, smoke: bool) -> dict[str,
     else:
         samples = picture_batch(case.lengths, engine.adapter, *([16] if smoke else []))
     objective = Objective("ppo", clip=0.2, entropy=0.001)
-    runs = [wall_ms(lambda: engine.forward_backward(samples, objective)) for _ in range(repeats + 2)]
+    if case.before:
+        engine.forward_backward(batch(case.before, engine.adapter.vocab_size), objective)
+    runs = []
+    for _ in range(repeats + 2):
+        engine.clear_gradients()
+        runs.append(wall_ms(lambda: engine.forward_backward(samples, objective)))
     times, peak = [ms for ms, _ in runs[2:]], runs[-1][1]
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, (times, peak))
@@ -192,7 +201,8 @@ def _measure(engine: Engine, case: Case, repeats: int, smoke: bool) -> dict[str,
     }
     if engine.adapter.reader is not None:
         row |= _tower(engine, samples, repeats)
-    if case.part in ("one", "cp", "short", "nccl") and world().device.type == "cuda":
+    if case.part in ("one", "free", "cp", "short", "nccl") and world().device.type == "cuda":
+        engine.clear_gradients()
         row["device_ms"] = device_time(lambda: engine.forward_backward(samples, objective))
     return row
 
