@@ -16,8 +16,6 @@ import torch
 import tyro
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
 from longspan.data import row_times
 from longspan.data.cost import CostModel
@@ -28,6 +26,7 @@ from longspan.data.stage_memory import StageMemory, Trained
 from longspan.engine.advice import MOST_GPUS, Candidate, Request, advise, bound_s, cost_of, explain, memory_of
 from longspan.engine.cuts import check_family
 from longspan.engine.pipelines import slowest_stage
+from longspan.engine.plan_text import print_plan
 from longspan.errors import UserError
 from longspan.layout import Layout, parse_layouts
 from longspan.models.loading import read_config
@@ -36,7 +35,6 @@ from longspan.observe import check_writable
 __all__ = ["PlanOptions", "main", "parse_lengths"]
 
 SPREAD = 64  # samples drawn for a "mean/max" request
-SHOWN = 8  # candidates of a search in the table
 MOST_SAMPLES = 2**17  # of one plan
 DIGITS = 12  # of a length or a count
 DRAWN = (4096, 1024)  # samples and GPUs of a picture at most: some seconds, and as many pixels as an image has
@@ -104,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     found = advise(request)
     report = _report(request, found)
-    _print(request, found, report)
+    print_plan(request, found, report)
     if options.json is not None:
         _write("--json", Path(options.json), _written(report).encode())
     if options.picture is not None:
@@ -363,58 +361,6 @@ def _bottleneck(cost: CostModel, request: Request, candidate: Candidate, stages:
             totals[name] = totals.get(name, 0.0) + float(seconds.sum())
     memory = max(stages, key=lambda parts: sum(parts.values()))
     return f"time: {max(totals, key=totals.__getitem__)}; memory: {max(memory, key=memory.__getitem__)}"
-
-
-def _print(request: Request, found: Sequence[Candidate], report: dict[str, Any]) -> None:
-    console, best = Console(), found[0]
-    table = Table(
-        title=f"{len(request.lengths)} samples, {sum(request.lengths):,} tokens, {request.gpus} GPUs of {request.memory_gib:g} GiB"
-    )
-    table.add_column("layout", overflow="fold", min_width=20)
-    for column in ("recompute", "budget", "micro-steps", "predicted s", "against best", "bubble", "peak GiB"):
-        table.add_column(column)
-    for candidate in found[: SHOWN if not request.layouts else None]:
-        if candidate.plan is None:
-            continue
-        table.add_row(
-            candidate.layout.name + (" dynamic" if candidate.dynamic else ""),
-            " ".join([candidate.recompute, *candidate.offload]),
-            f"{candidate.budget:,}",
-            str(candidate.micro_steps),
-            f"{candidate.makespan_s:.4g}",
-            f"{candidate.makespan_s / best.makespan_s:.2f}x",
-            f"{candidate.played.bubble_share:.0%}" if candidate.played and candidate.layout.pp > 1 else "",
-            f"{candidate.peak_gib:.1f}",
-        )
-    console.print(table)
-    sizes = ", ".join(f"cp {size}: {count}" for size, count in report["cp_sizes"].items())
-    console.print(f"chosen: {best.name}, {best.budget:,} tokens a rank. Samples by CP size: {sizes}.")
-    console.print(
-        f"predicted {best.makespan_s:.4g} s, lower bound {report['lower_bound_s']:.4g} s, idle {report['idle_share']:.1%}"
-        f"{_of_which(report)}, peak {best.peak_gib:.1f} GiB. Next bottleneck: {report['bottleneck']}."
-    )
-    for number, stage in enumerate(report["stages"]):
-        where = f"stage {number}, busy {stage['busy_share']:.0%}" if len(report["stages"]) > 1 else "memory of a rank"
-        parts = ", ".join(f"{name} {gib:.1f}" for name, gib in stage["memory_gib"].items() if gib >= 0.05)
-        console.print(f"{where}: {sum(stage['memory_gib'].values()):.1f} GiB ({parts})", highlight=False)
-    for sentence in report["why"]:
-        console.print(f"why: {sentence}", highlight=False)
-    for candidate in _refused(request, found):
-        console.print(f"cannot run: {candidate.name}: {candidate.reason}", highlight=False)
-
-
-def _refused(request: Request, found: Sequence[Candidate]) -> list[Candidate]:
-    """Of the layouts that were asked for those that no policy runs, once each; of a search the first candidate."""
-    refused = [candidate for candidate in found if candidate.plan is None]
-    if not request.layouts:
-        return refused[:1]
-    able = {(*c.layout.axes.values(), c.layout.sequence_parallel) for c in found if c.plan is not None}
-    last = {(*c.layout.axes.values(), c.layout.sequence_parallel): c for c in refused}
-    return [candidate for cut, candidate in last.items() if cut not in able]
-
-
-def _of_which(report: dict[str, Any]) -> str:
-    return f" ({report['bubble_share']:.1%} the pipeline's bubble)" if report["bubble_share"] else ""
 
 
 def _picture(request: Request, best: Candidate, report: dict[str, Any], *, html_page: bool) -> bytes:
