@@ -129,6 +129,23 @@ def test_terms_may_have_their_own_mask():
         token_weights([sample([1, 1], kl_mask=[0.5, 1])], Objective("ppo", kl=0.1))
 
 
+@pytest.mark.parametrize("rule", NORMALISE)
+def test_weights_have_the_bits_of_one_division_a_number(rule):
+    """m / L_s / count, token by token in Python's floats; terms with one mask and one denominator share their weights."""
+    draw = torch.Generator().manual_seed(0)
+    masks = [torch.rand(length, generator=draw).round().tolist() for length in (1, 7, 300, 2, 41)]
+    count = {"ppo": 4.3, "kl": 4.3, "entropy": 7.7} if rule == "constant" else None
+    weights = token_weights([sample(m) for m in masks], Objective("ppo", kl=0.1, entropy=0.1), rule, denominator=count)
+    lengths = [sum(m) for m in masks]
+    total = 4.3 if rule == "constant" else sum(lengths) if rule == "token" else sum(n > 0 for n in lengths)
+    for found, mask, length in zip(weights["ppo"], masks, lengths, strict=True):
+        own = [m / max(length, 1.0) if rule == "sample" else m for m in mask]
+        assert found.tolist() == [m if rule == "sum" else m / total for m in own]
+    assert weights["kl"] is weights["ppo"] and (weights["entropy"] is weights["ppo"]) == (rule != "constant")
+    if rule == "constant":
+        assert weights["entropy"][2].tolist() == [m / 7.7 for m in masks[2]]
+
+
 @pytest.mark.parametrize("rule", ["token", "sample", "sample_sum"])
 def test_adapters_are_normalised_alone(rule):
     samples = [sample([1, 1, 1], "a"), sample([1], "b"), sample([0, 1], "a"), sample([1, 1], None)]

@@ -142,7 +142,7 @@ def test_a_call_plays_its_plan_once(monkeypatch):
     planner = planning.Planner.__new__(planning.Planner)
     planner.layout, planner.ranks, planner.budget, planner.sizes, planner.room_gib = layout, 1, 32768, None, None
     planner.model = model(layout)
-    batch = SimpleNamespace(lengths=lengths, media_tokens=[()] * 64, tensors=[{"needed": torch.ones(1024)}] * 64)
+    batch = SimpleNamespace(lengths=lengths, media_tokens=[()] * 64, columns={"needed": torch.ones(64 * 1024)})
     plan, cost = planner.plan(batch), planner._cost(batch)
     wanted = play(plan, lengths, cost, layout)
     played = []

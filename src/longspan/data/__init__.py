@@ -14,9 +14,9 @@ from longspan.data.plan import (
     row_tokens,
 )
 from longspan.data.planner import check_fit, make_plan
-from longspan.data.sample import Sample, check_samples
+from longspan.data.sample import Sample, check_samples, joined_ids
 
 __all__ = [
-    "Image", "Video", "Sample", "check_fit", "check_samples", "Limits", "Row", "Plan", "make_plan", "fullest_row", "lower_bound",
+    "Image", "Video", "Sample", "check_fit", "check_samples", "joined_ids", "Limits", "Row", "Plan", "make_plan", "fullest_row", "lower_bound",
     "makespan", "padded_length", "row_times", "row_tokens", "FieldSpec", "Stream", "pack",
 ]  # fmt: skip

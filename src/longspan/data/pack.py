@@ -9,6 +9,7 @@ rolled (law `shift_before_pack`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -50,35 +51,38 @@ def pack(
     index: IndexKind,
     *,
     multiple: int = 1,
+    pinned: bool = False,
 ) -> Stream:
     """The row's stream. tensors[k]: the declared fields [..., L] of sample row.samples[k]; every declared field is in
-    the result."""
+    the result. pinned: in memory from which a copy to a GPU does not wait."""
     assert len(tensors) == len(row.samples), f"{len(tensors)} samples' tensors for a row of {len(row.samples)}"
     lengths = tuple(_length(number, fields, declared) for number, fields in zip(row.samples, tensors, strict=True))
     total = row.size * row_tokens(lengths, row.size, index, multiple=multiple)
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + padded_length(length, row.size, index))
-    fields = {name: _place(name, spec, tensors, bounds, total) for name, spec in declared.items()}
-    if bounds[-1] < total:
-        bounds.append(total)
+    padded = [padded_length(length, row.size, index) for length in lengths]
+    pads = [after - length for length, after in zip(lengths, padded, strict=True)]
+    if tail := total - sum(padded):
+        padded.append(tail)
+    fields = {}
+    for name, spec in declared.items():
+        parts = _parts([each[name] for each in tensors], pads, spec=spec, tail=tail)
+        out = torch.empty((*spec.prefix, total), dtype=spec.dtype, pin_memory=pinned)
+        fields[name] = torch.cat(parts, -1, out=out)
+    bounds = list(accumulate(padded, initial=0))
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)  # int32: the varlen kernels reject int64
     return Stream(row.samples, lengths, cu_seqlens, fields, row.size, row_index(row.size, index))
 
 
-def _place(
-    name: str, spec: FieldSpec, tensors: Sequence[Mapping[str, Tensor]], bounds: Sequence[int], total: int
-) -> Tensor:
-    out = torch.full((*spec.prefix, total), spec.fill, dtype=spec.dtype)
-    for start, fields in zip(bounds, tensors, strict=False):
-        values = fields[name]
-        out[..., start : start + values.shape[-1]] = values
-    return out
+def _parts(values: Sequence[Tensor], pads: Sequence[int], *, spec: FieldSpec, tail: int) -> list[Tensor]:
+    """One field of the row in pieces: each sample's part, then its pads, then the row's."""
+    parts: list[Tensor] = []
+    for own, count in zip([*values, None], [*pads, tail], strict=True):
+        parts += [] if own is None else [own.to(spec.dtype)]
+        parts += [torch.full((*spec.prefix, count), spec.fill, dtype=spec.dtype)] if count else []
+    return parts
 
 
 def _length(number: int, fields: Mapping[str, Tensor], declared: Mapping[str, FieldSpec]) -> int:
-    missing = sorted(set(declared) - set(fields))
-    if missing:
+    if missing := sorted(declared.keys() - fields.keys()):
         raise UserError(
             f"sample {number} lacks the per-token fields {missing} that the model and the objective declare; it has "
             f"{sorted(fields)}. "
@@ -86,7 +90,7 @@ def _length(number: int, fields: Mapping[str, Tensor], declared: Mapping[str, Fi
         )
     length = next((fields[name].shape[-1] for name in declared), 0)
     for name, spec in declared.items():
-        if tuple(fields[name].shape) != (*spec.prefix, length):
+        if fields[name].shape != (*spec.prefix, length):
             raise UserError(
                 f"sample {number}: field {name!r} has shape {list(fields[name].shape)} with the token dim last, "
                 f"expected {[*spec.prefix, length]}. All samples of a batch give a field the same shape per token."

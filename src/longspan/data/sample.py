@@ -11,6 +11,7 @@ vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -130,30 +131,36 @@ class Sample:
 @typed
 def check_samples(samples: Sequence[Sample], *, vocab_size: int, name: str = "samples") -> None:
     """Raises UserError for an empty batch, or for an id outside the vocabulary, naming the sample."""
+    joined_ids(samples, vocab_size=vocab_size, name=name)
+
+
+def joined_ids(samples: Sequence[Sample], *, vocab_size: int, name: str = "samples") -> tuple[Tensor, Tensor, Tensor]:
+    """input_ids, target_ids (0 where masked) and mask > 0 of all samples, one after the other: [N] each.
+
+    Raises what check_samples raises.
+    """
     if len(samples) == 0:
         raise UserError(f"{name} is empty: 0 samples. A call needs at least one; skip the call when a batch has none.")
-    sizes = [len(sample) for sample in samples]
     ids = torch.cat([sample.input_ids for sample in samples])
-    targets = torch.cat([sample.target_ids for sample in samples])
     trained = torch.cat([sample.mask for sample in samples]) > 0
-    bad_id = (ids < 0) | (ids >= vocab_size)
-    bad_target = trained & ((targets < 0) | (targets >= vocab_size))
-    for column, values, bad in (("input_ids", ids, bad_id), ("target_ids", targets, bad_target)):
-        if not bool(bad.any()):
-            continue
-        flat = int(bad.nonzero()[0, 0])
-        ends = np.cumsum(sizes)
-        number = int(np.searchsorted(ends, flat, side="right"))
-        position = flat - int(ends[number]) + sizes[number]
-        hint = (
-            "set mask 0 where the target is a placeholder"
-            if column == "target_ids"
-            else "use the model's own tokenizer"
-        )
-        raise UserError(
-            f"sample {number}: {column}[{position}] is {int(values[flat])}, outside the vocabulary of {vocab_size} "
-            f"(ids 0..{vocab_size - 1}); {hint}."
-        )
+    targets = torch.where(trained, torch.cat([sample.target_ids for sample in samples]), 0)
+    for column, values in (("input_ids", ids), ("target_ids", targets)):
+        low, high = values.aminmax()
+        if low < 0 or high >= vocab_size:
+            _refuse_id(column, values, list(map(len, samples)), vocab_size)
+    return ids, targets, trained
+
+
+def _refuse_id(column: str, values: Tensor, sizes: Sequence[int], vocab_size: int) -> NoReturn:
+    flat = int(((values < 0) | (values >= vocab_size)).nonzero()[0, 0])
+    ends = np.cumsum(sizes)
+    number = int(np.searchsorted(ends, flat, side="right"))
+    position = flat - int(ends[number]) + sizes[number]
+    hint = "set mask 0 where the target is a placeholder" if column == "target_ids" else "use the model's own tokenizer"
+    raise UserError(
+        f"sample {number}: {column}[{position}] is {int(values[flat])}, outside the vocabulary of {vocab_size} "
+        f"(ids 0..{vocab_size - 1}); {hint}."
+    )
 
 
 def _values(name: str, values: Values) -> Tensor:

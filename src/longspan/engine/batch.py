@@ -1,6 +1,7 @@
-"""From samples to per-token tensors: every per-token thing of a sample becomes one CPU tensor [..., L], and nothing else is kept.
+"""From samples to per-token tensors: every per-token thing of a batch becomes one CPU tensor [..., N], and nothing else is kept.
 
-`Batch` is what the plan, the packer and the programs work on. Its `token` stream numbers the batch's tokens 0..N-1, so that
+N counts the tokens of all samples, one after the other; a sample's own tensors [..., L] are views of these columns. `Batch` is
+what the plan, the packer and the programs work on. Its `token` stream numbers the batch's tokens 0..N-1, so that
 outputs find their way back to their sample whatever the layout was. Normalisation enters here as weight streams (law 5).
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.data import FieldSpec, Image, Sample, Video, check_samples
+from longspan.data import FieldSpec, Image, Sample, Video, joined_ids
 from longspan.errors import UserError
 from longspan.models.adapter import Adapter, read_samples
 from longspan.models.lora import Routing
@@ -34,13 +35,11 @@ class Batch:
     """The samples of one call as tensors. `declared` names every stream with dtype, fill and leading shape."""
 
     samples: tuple[Sample, ...]
-    tensors: tuple[Mapping[str, Tensor], ...]  # one dict a sample, each [..., L]
+    lengths: tuple[int, ...]  # tokens of each
+    columns: Mapping[str, Tensor]  # every declared stream of all samples, [..., N]
+    tensors: tuple[Mapping[str, Tensor], ...]  # the same as one dict a sample, each [..., L]
     declared: Mapping[str, FieldSpec]
     media_tokens: tuple[tuple[int, ...], ...]  # visual tokens of each media item, a tuple a sample
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(sample.input_ids) for sample in self.samples]
 
 
 def make_batch(
@@ -59,33 +58,26 @@ def make_batch(
     routing: with LoRA, which adapter each sample trains.
     Raises UserError naming the sample for anything that does not fit.
     """
-    check_samples(samples, vocab_size=adapter.vocab_size)
+    ids, targets, needed = joined_ids(samples, vocab_size=adapter.vocab_size)
+    lengths = tuple(map(len, samples))
+    columns = {"input_ids": ids, "target_ids": targets, "needed": needed, "token": torch.arange(len(ids))}
     declared = dict(CORE) | dict(adapter.declared())
     declared |= {name: FieldSpec(torch.float64, 0.0, tuple(values[0].shape[:-1])) for name, values in weights.items()}
     declared |= {name: _field_spec(name, samples, dtype) for name in fields}
+    made, media = read_samples(adapter, samples)
+    columns |= {name: torch.cat([row[name] for row in made], -1) for name in adapter.declared()}
+    columns |= {name: torch.cat(list(values), -1) for name, values in weights.items()}
+    columns |= {name: _field(name, samples, lengths, declared[name]) for name in fields}
     if routing is not None:
         declared["adapter"] = FieldSpec(torch.int64, -1)
-    made, media = read_samples(adapter, samples)
-    tensors, offset = [], 0
-    for number, sample in enumerate(samples):
-        length = len(sample.input_ids)
-        needed = sample.mask > 0
-        row = {
-            "input_ids": sample.input_ids,
-            "target_ids": torch.where(needed, sample.target_ids, 0),
-            "needed": needed,
-            "token": torch.arange(offset, offset + length),
-        }
-        row |= made[number]
-        row |= {name: values[number] for name, values in weights.items()}
-        row |= {name: _field(name, sample, number, declared[name]) for name in fields}
-        if routing is not None:
-            row["adapter"] = torch.full((length,), routing.number(sample, number))
-        elif sample.adapter is not None:
-            raise UserError(f"sample {number} has adapter={sample.adapter!r}, but this engine has no LoRA adapters")
-        tensors.append(row)
-        offset += length
-    return Batch(tuple(samples), tuple(tensors), declared, tuple(media))
+        numbers = torch.tensor([routing.number(sample, number) for number, sample in enumerate(samples)])
+        columns["adapter"] = numbers.repeat_interleave(torch.tensor(lengths))
+    elif any(sample.adapter is not None for sample in samples):
+        number, sample = next((n, sample) for n, sample in enumerate(samples) if sample.adapter is not None)
+        raise UserError(f"sample {number} has adapter={sample.adapter!r}, but this engine has no LoRA adapters")
+    parts = zip(*(values.split(lengths, -1) for values in columns.values()), strict=True)
+    tensors = tuple(dict(zip(columns, row, strict=True)) for row in parts)
+    return Batch(tuple(samples), lengths, columns, tensors, declared, tuple(media))
 
 
 def _field_spec(name: str, samples: Sequence[Sample], dtype: torch.dtype) -> FieldSpec:
@@ -106,23 +98,25 @@ def _field_spec(name: str, samples: Sequence[Sample], dtype: torch.dtype) -> Fie
     return FieldSpec(kind, FILLS.get(name, 0), shape)
 
 
-def _field(name: str, sample: Sample, number: int, spec: FieldSpec) -> Tensor:
-    """[..., L] of one field; the default where a sample may lack it (only temperature)."""
-    if name not in sample.fields:
-        if name not in FILLS:
-            raise UserError(
-                f"sample {number} has no field {name!r}, which others of the batch have. Give it to all or none"
-            )
-        return torch.full((*spec.prefix, len(sample.input_ids)), spec.fill, dtype=spec.dtype)
-    return sample.fields[name].movedim(0, -1).to(spec.dtype)
+def _field(name: str, samples: Sequence[Sample], lengths: Sequence[int], spec: FieldSpec) -> Tensor:
+    """[..., N] of one field; the default where a sample may lack it (only temperature)."""
+    absent = [number for number, sample in enumerate(samples) if name not in sample.fields]
+    if absent and name not in FILLS:
+        raise UserError(
+            f"sample {absent[0]} has no field {name!r}, which others of the batch have. Give it to all or none"
+        )
+    if len(absent) == len(samples):
+        return torch.full((*spec.prefix, sum(lengths)), spec.fill, dtype=spec.dtype)
+    default = {number: torch.full((lengths[number], *spec.prefix), spec.fill, dtype=spec.dtype) for number in absent}
+    values = [default.get(number, sample.fields.get(name)) for number, sample in enumerate(samples)]
+    return torch.cat([value.to(spec.dtype) for value in values if value is not None]).movedim(0, -1).contiguous()
 
 
 def fingerprint(batch: Batch) -> int:
-    """CRC of what every rank must hold alike: ids, targets, masks, weights, fields and media, in order."""
-    crc = 0
-    for row in batch.tensors:
-        for name in sorted(row):
-            crc = zlib.crc32(row[name].contiguous().numpy().tobytes(), crc)
+    """CRC of what every rank must hold alike: lengths, ids, targets, masks, weights, fields and media, in order."""
+    crc = zlib.crc32(np.asarray(batch.lengths, np.int64))
+    for name in sorted(batch.columns.keys() - {"token"}):  # token: numbers that the lengths give
+        crc = zlib.crc32(batch.columns[name].numpy(), zlib.crc32(name.encode(), crc))
     for sample in batch.samples:
         for item in sample.media:
             crc = zlib.crc32(_mark(item).encode(), crc)

@@ -27,7 +27,7 @@ from longspan.engine.fsdp.compiled import keeps_of
 from longspan.engine.memory import peak_gib, reset_peak
 from longspan.engine.optim import SGD, AdamW
 from longspan.engine.outputs import Outputs, TokenBuffer
-from longspan.engine.planning import Planner, heads_per_rank, mixer_choice
+from longspan.engine.planning import Expected, Planner, heads_per_rank, mixer_choice
 from longspan.engine.program import WEIGHT, Forward, Train
 from longspan.engine.reductions import Reductions, Room, Traffic, marked
 from longspan.engine.steps import Keep, StepBuilder
@@ -82,6 +82,7 @@ class Engine:
         self.dtype = torch.float64 if config.dtype == "float64" else torch.float32
         # whether selective recomputation runs a tower again: neither a frozen one nor megatron's
         self.tower_again = config.backend == "fsdp" and tower_trains(adapter)
+        self.experts = moe_shape(adapter.model)  # None: a dense model
         self.step = 0
         self.alone = False  # the accumulated gradient is that of a call that must be its step's only one
         self.torn = False  # a call stopped half-way: the accumulators hold a part of its gradient
@@ -144,7 +145,7 @@ class Engine:
             )
             batch = self._admit(samples, objective.stream_fields(samples), weights, objective.moe_over)
             plan = self.planner.plan(batch)
-            mark, room = fingerprint(batch), self.reductions.room(batch, plan)
+            mark, room = self._mark(batch), self.reductions.room(batch, plan)
         traffic = self.reductions.traffic(plan, self._agree(batch, plan, mark, settings_of(objective), room))
         steps = self.builder.steps(batch, plan, self._keep(objective))  # pack, shard: one micro-step at a time
         steps = marked(steps, plan, traffic)
@@ -155,7 +156,8 @@ class Engine:
         self.backend.run(steps, program)
         self.torn = False
         self.alone = objective.moe_over == "batch"
-        return program.stats.reduce(self.mesh.all) | self._measured(batch, plan, traffic, started)
+        expected = self.planner.expect(batch, plan)  # while the device still works: nothing before reduce waits for it
+        return program.stats.reduce(self.mesh.all) | self._measured(expected, traffic, started)
 
     @typed
     def forward(
@@ -172,7 +174,7 @@ class Engine:
             raise UserError(f"outputs={unknown} are unknown. Use some of {OUTPUTS}")
         if "value" in outputs and not self.config.value_head:
             raise UserError("outputs=('value',) needs EngineConfig(value_head=True)")
-        if ROUTES in outputs and moe_shape(self.adapter.model) is None:
+        if ROUTES in outputs and self.experts is None:
             raise UserError(
                 f"outputs=({ROUTES!r},) needs a mixture-of-experts model; {self.config.model} has no experts"
             )
@@ -180,7 +182,7 @@ class Engine:
         with telling(self.mesh):
             batch = self._admit(samples, (), {})
             plan = self.planner.plan(batch)
-            mark = fingerprint(batch)
+            mark = self._mark(batch)
         self._agree(batch, plan, mark, repr((tuple(outputs), topk)))
         buffer = TokenBuffer(batch.lengths, self.mesh.device)
         self.backend.run(
@@ -293,7 +295,7 @@ class Engine:
             raise UserError(
                 f"objective {objective.name!r} trains values: build the engine with EngineConfig(value_head=True)"
             )
-        if (objective.moe_aux or objective.moe_z) and moe_shape(self.adapter.model) is None:
+        if (objective.moe_aux or objective.moe_z) and self.experts is None:
             raise UserError(f"moe_aux and moe_z need a mixture-of-experts model; {self.config.model} has no experts")
         if objective.mtp and not self.config.mtp_steps:
             raise UserError(
@@ -345,11 +347,10 @@ class Engine:
 
     def _shares(self, samples: Sequence[Sample], weights: Sequence[Tensor]) -> Tensor:
         """[layers, E]: what share of the tokens of all samples that weigh was sent to each expert."""
-        shape = moe_shape(self.adapter.model)
-        assert shape is not None, "_check refuses dense models"
+        assert self.experts is not None, "_check refuses dense models"
         weighing = [sample for sample, weight in zip(samples, weights, strict=True) if bool(weight.any())]
         routes = [sample.fields[ROUTES] for sample in weighing or samples]
-        return route_shares(routes, shape.experts).to(self.mesh.device)
+        return route_shares(routes, self.experts.experts).to(self.mesh.device)
 
     def _keep(self, objective: Objective) -> Keep:
         selective = self.config.recompute == "selective"
@@ -376,16 +377,20 @@ class Engine:
             steps = self.config.mtp_steps
             streams[WEIGHT + "mtp"] = [shifted(values, steps) / steps for values in weights["mtp"]]
         routes = [sample.fields.get(ROUTES) for sample in samples]
-        check_routes(routes, moe_shape(self.adapter.model), self.config.model)
+        check_routes(routes, self.experts, self.config.model)
         replay = [ROUTES] if any(ROUTES in sample.fields for sample in samples) else []
         names = tuple(dict.fromkeys([*fields, "temperature", *replay]))
         return make_batch(
             samples, self.adapter, weights=streams, fields=names, dtype=self.dtype, routing=self.backend.routing
         )
 
+    def _mark(self, batch: Batch) -> int:
+        """The batch's fingerprint; one rank has nobody to differ from."""
+        return fingerprint(batch) if self.mesh.ranks > 1 else 0
+
     def _agree(self, batch: Batch, plan: Plan, mark: int, settings: str, room: Room | None = None) -> list[Room | None]:
         """Every rank must hold the same batch, plan and settings; a difference is an error that names the rank, not a hang.
-        mark: the batch's fingerprint. Returns each rank's `room`: they all decide from the same."""
+        Returns each rank's `room`: they all decide from the same."""
         mine = (mark, len(plan.micro_steps), sum(batch.lengths), hash(plan))
         said = self.mesh.gather_objects((mine, settings, room))
         for rank, each in enumerate(said):
@@ -407,11 +412,11 @@ class Engine:
         reset_peak()
         return perf_counter()
 
-    def _measured(self, batch: Batch, plan: Plan, traffic: Traffic, started: float) -> dict[str, float]:
+    def _measured(self, expected: Expected, traffic: Traffic, started: float) -> dict[str, float]:
         """Speed and memory of this rank: the only numbers that depend on the layout."""
         seconds = perf_counter() - started
         report = {"time/forward_backward_s": seconds, "mem/peak_gib": peak_gib()}
-        return report | traffic.report() | self.planner.observe(batch, plan, seconds)
+        return report | traffic.report() | self.planner.observe(expected, seconds)
 
 
 def settings_of(objective: Objective) -> str:

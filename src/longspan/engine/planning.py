@@ -5,8 +5,9 @@ The same inputs on every rank give the same plan (law 2). Does not know tensors 
 
 import logging
 import math
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -28,13 +29,24 @@ from longspan.layout import Layout, Mesh
 from longspan.layout.resolve import ulysses_refusal
 from longspan.models.adapter import Adapter
 
-__all__ = ["Planner", "cp_sizes", "heads_per_rank", "mixer_choice"]
+__all__ = ["Expected", "Planner", "cp_sizes", "heads_per_rank", "mixer_choice"]
 
 log = logging.getLogger("longspan.plan")
 
 CPU_BUDGET = 8192  # tokens a rank under max_tokens_per_rank="auto" without a GPU: small models, host memory
 SHARES = 64  # steps in which the share of visual tokens is rounded up: a budget is searched once for each
 MACHINE = "h200"  # whose constants rank mixers and plans where none are named: only their ratios matter then
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a plan says of its call, in the cost model's seconds."""
+
+    steps: int
+    played: Played
+    bound_s: float  # no plan is faster
+    parts: Mapping[str, float]  # rank-seconds by cause
+    peak_gib: float | None  # at this rank's peak; None on a CPU
 
 
 class Planner:
@@ -56,7 +68,8 @@ class Planner:
         on_gpu = mesh.device.type == "cuda"
         named = MACHINE if config.machine == "auto" and on_gpu else config.machine
         self.model = None if named == "auto" else _cost_model(self.shape, config, self.layout, self.ranks, named)
-        self.memory_of = partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device)
+        # by the share of visual tokens; kept, because it counts every parameter
+        self.memory_of = lru_cache(SHARES)(partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device))
         room = device_gib(mesh.device)
         self.room_gib = None if room is None else min(mesh.gather_objects(room))  # GPUs need not be equal
         self._budgets: dict[float, int] = {}  # tokens a rank under "auto", by the share of visual tokens
@@ -67,7 +80,7 @@ class Planner:
         self._before = signals()
         self._kept: tuple[Plan, Played] | None = None  # the last plan over stages, as it was played
 
-    def limits(self, lengths: list[int], visual_share: float = 0.0) -> Limits:
+    def limits(self, lengths: Sequence[int], visual_share: float = 0.0) -> Limits:
         """ "auto" is what the memory model says of the GPU; on a CPU it grows with the longest sample, so that it always runs.
         An explicit budget is hard."""
         budget = self.budget
@@ -89,28 +102,36 @@ class Planner:
             return self._kept[0]
         return make_plan(batch.lengths, limits, cost, step_cost=_step_cost(cost))
 
-    def observe(self, batch: Batch, plan: Plan, seconds: float) -> dict[str, float]:
+    def expect(self, batch: Batch, plan: Plan) -> Expected:
+        """What the plan says of its call: there is time for it while the device works."""
+        cost = self._cost(batch)
+        return Expected(
+            len(plan.micro_steps),
+            self._played(batch, plan, cost),
+            lower_bound(batch.lengths, self._limits(batch), self._bottleneck(batch, cost)),
+            _parts(batch, plan, cost) if isinstance(cost, CostModel) else {},
+            self._peak_gib(batch, plan) if self.room_gib is not None else None,
+        )
+
+    def observe(self, expected: Expected, seconds: float) -> dict[str, float]:
         """plan/* metrics: what was predicted beside what was measured, and how long ranks waited for each other: of a
         pipeline, bubble_share is the part of idle_share in which the busiest rank waits for other stages.
 
         Rank 0 logs a warning with the likeliest reason where they part (watch.py).
         """
-        cost = self._cost(batch)
-        played = self._played(batch, plan, cost)
-        limits = self._limits(batch)
-        bound = lower_bound(batch.lengths, limits, self._bottleneck(batch, cost))
+        played = expected.played
         report = {
-            "plan/micro_steps": float(len(plan.micro_steps)),
+            "plan/micro_steps": float(expected.steps),
             "plan/predicted_s": self.watch.predicted_s(played.makespan_s),
             "plan/measured_s": seconds,
             "plan/idle_share": max(
                 0.0, 1.0 - sum(played.busy_s) / (self.ranks * len(played.busy_s) * played.makespan_s)
             ),
-            "plan/over_bound": played.makespan_s / max(bound, 1e-30),
+            "plan/over_bound": played.makespan_s / max(expected.bound_s, 1e-30),
         }
         if self.layout.pp > 1:
             report["plan/bubble_share"] = played.bubble_share
-        call = self._call(batch, plan, cost, played=played, seconds=seconds)
+        call = self._call(expected, seconds)
         said = self.watch.see(call)
         if said and (self.lead or (self.stage_lead and call.after.retries > call.before.retries)):
             log.warning(said)
@@ -131,29 +152,29 @@ class Planner:
     def _bottleneck(self, batch: Batch, cost: Cost) -> Cost:
         return slowest_stage(cost, batch.lengths, self.layout.cp) if isinstance(cost, CostModel) else cost
 
-    def _call(self, batch: Batch, plan: Plan, cost: Cost, *, played: Played, seconds: float) -> Call:
-        steps = len(plan.micro_steps)
+    def _call(self, expected: Expected, seconds: float) -> Call:
+        played, steps = expected.played, expected.steps
         return Call(
             modelled_s=played.makespan_s,
             measured_s=seconds,
-            parts=_parts(batch, plan, cost) if isinstance(cost, CostModel) else {},
+            parts=expected.parts,
             layer_s=played.makespan_s * self.layout.pp / (steps * self.shape.layers),
             traffic_s=0.0 if self.model is None else steps * self.model.traffic_s,
             before=self._before,
             after=signals(),
             bubble_share=played.bubble_share,
-            memory=self._memory(batch, plan) if self.room_gib is not None else None,
+            memory=None if expected.peak_gib is None else (expected.peak_gib, peak_gib()),
         )
 
-    def _memory(self, batch: Batch, plan: Plan) -> tuple[float, float]:
-        """GiB at the peak of this rank: what the memory model says of the fullest row of a plan, and the allocator's."""
+    def _peak_gib(self, batch: Batch, plan: Plan) -> float:
+        """What the memory model says of the fullest row of a plan, on this rank."""
         assert self.layout.index != "auto", "a mesh's layout is resolved"
         tokens, size = fullest_row(plan.micro_steps, batch.lengths, self.layout.index)
         model = self.memory_of(sum(map(sum, batch.media_tokens)) / sum(batch.lengths))
         peak = model.peak(tokens, size)
         if isinstance(model, StageMemory):
             peak = sum(model.by_rank(tokens, size)[self.stage].values())
-        return peak / 2**30, peak_gib()
+        return peak / 2**30
 
     def _limits(self, batch: Batch) -> Limits:
         shares = [sum(media) / length for media, length in zip(batch.media_tokens, batch.lengths, strict=True)]
@@ -164,7 +185,7 @@ class Planner:
         if self.model is None:
             return default_cost
         total = sum(batch.lengths)
-        trained = sum(int(row["needed"].sum()) for row in batch.tensors) / total
+        trained = int(batch.columns["needed"].sum()) / total
         visual = sum(map(sum, batch.media_tokens)) / total
         return replace(self.model, trained_share=trained, visual_share=visual)
 

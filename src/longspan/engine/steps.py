@@ -60,8 +60,8 @@ class StepBuilder:
                 piece,
                 media,
                 self._context(piece, keep),
-                needed=stream.fields["needed"][piece.info.index],
-                segment=piece.info.segment.to(self.mesh.device, non_blocking=True),
+                needed=stream.fields["needed"].index_select(0, piece.info.index),
+                segment=piece.segment,
                 drafted=stream.fields["mtp_needed"][:, piece.info.index] if "mtp_needed" in stream.fields else None,
             )
 
@@ -69,7 +69,8 @@ class StepBuilder:
         tensors = [batch.tensors[sample] for sample in row.samples]
         if "media_row" in batch.declared:
             tensors = offset_media_rows(tensors, [sum(batch.media_tokens[sample]) for sample in row.samples])
-        return pack(row, tensors, batch.declared, self.mesh.layout.index)
+        pinned = self.mesh.device.type == "cuda"
+        return pack(row, tensors, batch.declared, self.mesh.layout.index, pinned=pinned)
 
     def _media(self, batch: Batch, row: Row, stream: Stream, info: SeqInfo) -> MediaShard:
         samples = [batch.samples[sample] for sample in row.samples]

@@ -14,6 +14,7 @@ from longspan.errors import UserError
 from longspan.layout.comm import all_to_all
 from longspan.layout.mesh import CPGroup
 from longspan.layout.seqinfo import SeqInfo
+from longspan.layout.travel import sent
 
 __all__ = ["relayout"]
 
@@ -54,8 +55,8 @@ def _route(old: SeqInfo, new: SeqInfo, device: torch.device) -> Route:
     return Route(
         send=torch.bincount(target, minlength=old.size).tolist(),
         receive=[part.numel() for part in incoming],
-        pick=target.argsort(stable=True).to(device, non_blocking=True),
-        place=row[torch.cat(incoming)].to(device, non_blocking=True),
+        pick=sent(target.argsort(stable=True), device),
+        place=sent(row[torch.cat(incoming)], device),
     )
 
 

@@ -54,7 +54,9 @@ class SeqInfo:
     @property
     def segment(self) -> Tensor:
         """[T_local] int64 CPU: document number of each of this rank's tokens."""
-        return torch.bucketize(self.index, self.cu_seqlens[1:].long(), right=True)
+        lengths = self.cu_seqlens.diff()
+        whole = torch.arange(len(lengths)).repeat_interleave(lengths)  # [T]
+        return whole if self.size == 1 else whole[self.index]
 
     @property
     def position_in_document(self) -> Tensor:

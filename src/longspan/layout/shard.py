@@ -14,6 +14,7 @@ from longspan.layout.comm import all_gather
 from longspan.layout.index import inverse
 from longspan.layout.mesh import CPGroup
 from longspan.layout.seqinfo import SeqInfo, make_seqinfo
+from longspan.layout.travel import sent
 
 __all__ = ["Shard", "shard", "split_outputs", "unshard"]
 
@@ -23,6 +24,7 @@ class Shard:
     """A rank's part of one stream."""
 
     fields: Mapping[str, Tensor]  # name -> [..., T_local], on the device
+    segment: Tensor  # [T_local] int64 on the device: which sample of the row
     info: SeqInfo
     samples: tuple[int, ...]  # numbers in the batch, in the order of the segments
     lengths: tuple[int, ...]  # real tokens of each
@@ -32,11 +34,21 @@ def shard(stream: Stream, group: CPGroup, device: torch.device) -> Shard:
     """The part of this rank of `group`, on `device`."""
     assert group.size == stream.size, f"a row for {stream.size} ranks on a group of {group.size}"
     info = make_seqinfo(stream.index, stream.cu_seqlens, group)
-    fields = {
-        name: values.index_select(-1, info.index).to(device, non_blocking=True)
-        for name, values in stream.fields.items()
-    }
-    return Shard(fields=fields, info=info, samples=stream.samples, lengths=stream.lengths)
+    rows = _range(info.index)
+    own = {name: x.index_select(-1, info.index) if rows is None else x[..., rows] for name, x in stream.fields.items()}
+    return Shard(
+        fields={name: sent(x, device) for name, x in own.items()},
+        segment=sent(info.segment, device),
+        info=info,
+        samples=stream.samples,
+        lengths=stream.lengths,
+    )
+
+
+def _range(index: Tensor) -> slice | None:
+    """The index as a range of neighbours, which need no copy of their own; None where it is none."""
+    first, stop = int(index[0]), int(index[0]) + len(index)
+    return slice(first, stop) if torch.equal(index, torch.arange(first, stop)) else None
 
 
 def unshard(local: Tensor, info: SeqInfo) -> Tensor:
@@ -44,7 +56,7 @@ def unshard(local: Tensor, info: SeqInfo) -> Tensor:
     if info.size == 1:
         return local.detach()
     gathered = all_gather(local.detach().movedim(-1, 0).contiguous(), info.group)  # [T, ...], rank order
-    order = inverse(list(info.indices)).to(local.device, non_blocking=True)
+    order = sent(inverse(list(info.indices)), local.device)
     return gathered.index_select(0, order).movedim(0, -1)
 
 

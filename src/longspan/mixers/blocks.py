@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.layout.seqinfo import Run
+from longspan.layout.travel import sent
 from longspan.mixers.kernels import Block
 
 __all__ = ["Call", "Rows", "documents_call", "pair_calls", "ranges", "rows_of", "select"]
@@ -67,7 +68,7 @@ def rows_of(numbers: Tensor, total: int, device: torch.device) -> Rows:
     if bool((numbers.diff() == 1).all()):
         start, stop = int(numbers[0]), int(numbers[-1]) + 1
         return None if (start, stop) == (0, total) else slice(start, stop)
-    return numbers.to(device, non_blocking=True)
+    return sent(numbers, device)
 
 
 def documents_call(lengths: Sequence[int], device: torch.device) -> Call:

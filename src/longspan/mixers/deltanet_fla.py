@@ -33,6 +33,7 @@ from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
+from longspan.layout.travel import sent
 from longspan.mixers.deltanet_pieces import Pieces
 from longspan.mixers.deltanet_tile import mended
 
@@ -67,7 +68,7 @@ def make_span(bounds: Sequence[int], device: torch.device, *, first: int = 0) ->
     chunks = [(sequence, chunk) for sequence, count in enumerate(counts) for chunk in range(count)]
     offsets = list(accumulate(counts, initial=0))
     cu = [bound - bounds[0] for bound in bounds]
-    on_device = [torch.tensor(x).to(device, non_blocking=True) for x in (cu, chunks, offsets)]
+    on_device = [sent(torch.tensor(x), device) for x in (cu, chunks, offsets)]
     return Span(first, bounds[0], bounds[-1], *on_device)
 
 

@@ -19,6 +19,7 @@ from longspan.layout.comm import all_to_all
 from longspan.layout.mesh import CPGroup
 from longspan.layout.resolve import ulysses_refusal
 from longspan.layout.seqinfo import SeqInfo, make_seqinfo
+from longspan.layout.travel import sent
 from longspan.mixers.attention import Prepared, Saved, SizeCheck, Work, core_attention
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.local import Local, LocalPrepared
@@ -81,9 +82,7 @@ def exchange(
     to_order = row[order]
     from_order = torch.empty_like(to_order)
     from_order[to_order] = torch.arange(to_order.numel())
-    return UlyssesPrepared(
-        group, to_order.to(device, non_blocking=True), from_order.to(device, non_blocking=True), inner
-    )
+    return UlyssesPrepared(group, sent(to_order, device), sent(from_order, device), inner)
 
 
 def swap_attention(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from longspan.errors import UserError
 from longspan.layout.comm import all_gather
 from longspan.layout.seqinfo import SeqInfo
+from longspan.layout.travel import sent
 from longspan.mixers.precision import accumulator
 from longspan.models.adapter import Context
 
@@ -198,8 +199,8 @@ def router_terms(
     real = info.position_in_document < counts_of[segment]
     size = torch.where(real, counts_of[segment], 1)  # [T_local]
     wide = accumulator(some.dtype)
-    scale = torch.where(real, 1.0 / size.double(), 0.0).to(device=device, dtype=wide)  # 1 / n, 0 on pads
-    segment, real = segment.to(device), real.to(device)
+    scale = sent(torch.where(real, 1.0 / size.double(), 0.0).to(wide), device)  # 1 / n, 0 on pads
+    segment, real = sent(segment, device), sent(real, device)
     num_experts = some.shape[1]
     if shares is None:
         counts = torch.stack([_counts(state.routes[n], segment, real, len(lengths), num_experts) for n in layers])

@@ -21,6 +21,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from longspan.data.pack import FieldSpec
 from longspan.data.sample import Sample
 from longspan.layout.shard import Shard
+from longspan.layout.travel import sent
 from longspan.mixers.linear import DeltaShape
 from longspan.models.adapter import Context, Family
 from longspan.models.attention_bridge import use_vision_bridge
@@ -140,7 +141,7 @@ def run_tower(tower: PreTrainedModel, media: MediaShard, context: Context) -> Ba
             grid_thw=media.grid,
             max_seqlen=int(lengths.max()),
             longspan=context,
-            **{name: tensor.to(device, non_blocking=True) for name, tensor in made.items()},
+            **{name: sent(tensor, device) for name, tensor in made.items()},
         )
 
 

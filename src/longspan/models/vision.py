@@ -29,6 +29,7 @@ from longspan.data.sample import Sample
 from longspan.layout.comm import all_gather, reduce_scatter
 from longspan.layout.mesh import CPGroup
 from longspan.layout.seqinfo import SeqInfo
+from longspan.layout.travel import sent
 from longspan.models.images import Grid, MediaReader
 
 __all__ = ["MediaPlan", "MediaShard", "media_shard", "offset_media_rows", "place_ahead", "place_rows", "plan_media"]
@@ -147,7 +148,7 @@ def media_shard(
     def find(media_row: Tensor) -> tuple[Tensor, Tensor]:  # [T_local] -> [K], [K]
         positions = (media_row >= 0).nonzero()[:, 0]
         rows = plan.table[media_row[positions]]
-        return positions.to(device, non_blocking=True), rows.to(device, non_blocking=True)
+        return sent(positions, device), sent(rows, device)
 
     positions, rows = find(stream.fields["media_row"][info.index])
     ahead = stream.fields["mtp_media_row"][:, info.index] if "mtp_media_row" in stream.fields else ()
@@ -169,11 +170,11 @@ def _pixels(
     if not media:
         return torch.zeros(reader.merge**2, reader.patch_width, device=device)
     counts = [math.prod(item.grid) for item in items]
-    found = torch.empty(sum(counts), reader.patch_width, device=device)
+    found, there = torch.empty(sum(counts), reader.patch_width, device=device), reader.on(device)
     with ThreadPoolExecutor(threads) as pool:
         decoded = pool.map(reader.frames, media)
         for item, frames, own in zip(media, decoded, found.split(counts), strict=True):
-            reader.write_patches(item, frames.to(device), own)
+            there.write_patches(item, frames.to(device), own)
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import UserError
+from longspan.layout.travel import sent
 from longspan.objective import head_rows
 from longspan.objective.head_rows import Rows
 
@@ -93,12 +94,12 @@ class HeadInputs:
                     f"head: {name} has shape {list(x.shape)}, hidden has {length} tokens. Give one entry a token."
                 )
         index = None
-        if needed is not None:
-            index = needed.nonzero()[:, 0].to(hidden.device, non_blocking=True)  # on a CPU mask: no sync
+        if needed is not None and not bool(needed.all()):  # a CPU mask: nothing waits for the device
+            index = sent(needed.nonzero()[:, 0], hidden.device)
         rows = length if index is None else index.shape[0]
         itemsize = logits_dtype(hidden).itemsize * sides
         size = chunk_rows(rows, weight.shape[0], itemsize=itemsize, device=hidden.device.type, chunk=chunk)
-        return cls(length, rows, None if rows == length else index, targets, temperature, softcap, teacher_ids, size)
+        return cls(length, rows, index, targets, temperature, softcap, teacher_ids, size)
 
     def where(self, part: slice) -> Tensor | slice:
         """Token numbers of a chunk's rows."""

@@ -15,6 +15,7 @@ Nothing trained: every weight is 0, and no 0/0 arises. A sample without a traine
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,15 +44,23 @@ def token_weights(
     by_adapter: the samples of each LoRA adapter are normalised alone, as if each adapter had its own call.
     """
     _check_rule(normalise, denominator)
+    denominators = _denominators(objective, denominator)
+    if not samples:
+        return {term: [] for term in denominators}
     parts = _parts(samples) if by_adapter else [list(range(len(samples)))]
     weights: dict[str, list[Tensor]] = {}
-    for term, own in _denominators(objective, denominator).items():
-        masks = term_masks(samples, term)
-        found: list[Tensor] = [torch.empty(0)] * len(samples)
-        for part in parts:
-            for number, weight in zip(part, _rule([masks[n] for n in part], normalise, own), strict=True):
-                found[number] = weight
-        weights[term] = found
+    made: dict[tuple[str, float | None], list[Tensor]] = {}  # by mask and denominator: terms of one kind share theirs
+    for term, own in denominators.items():
+        masked = any(f"{term}_mask" in sample.fields for sample in samples)
+        key = (term if masked else "", own)
+        if key not in made:
+            masks = term_masks(samples, term)
+            found: list[Tensor] = [torch.empty(0)] * len(samples)
+            for part in parts:
+                for number, weight in zip(part, _rule([masks[n] for n in part], normalise, own), strict=True):
+                    found[number] = weight
+            made[key] = found
+        weights[term] = made[key]
     return weights
 
 
@@ -71,29 +80,34 @@ def over_batch(weights: Sequence[Tensor]) -> list[Tensor]:
 
 def term_masks(samples: Sequence[Sample], term: str) -> list[Tensor]:
     """The term's 0/1 masks, [L] fp64 each: the field "<term>_mask" where a sample has it, else the sample's mask."""
-    name, masks = f"{term}_mask", []
-    for number, sample in enumerate(samples):
-        mask = sample.fields.get(name, sample.mask).double()
-        if mask.dim() != 1 or not bool(((mask == 0) | (mask == 1)).all()):
-            raise UserError(
-                f"sample {number}: field {name!r} of shape {list(mask.shape)} must be [L] of 0 and 1; it says which "
-                "tokens the "
-                f"term {term!r} trains. Scale a term by its coefficient, and tokens by their advantage."
-            )
-        masks.append(mask)
-    return masks
+    name = f"{term}_mask"
+    masks = [sample.fields.get(name, sample.mask) for sample in samples]
+    whole = torch.cat([mask.double().flatten() for mask in masks])
+    if not _zero_or_one(whole) or any(mask.dim() != 1 for mask in masks):
+        number = next(n for n, mask in enumerate(masks) if mask.dim() != 1 or not _zero_or_one(mask))
+        raise UserError(
+            f"sample {number}: field {name!r} of shape {list(masks[number].shape)} must be [L] of 0 and 1; it says which "
+            "tokens the "
+            f"term {term!r} trains. Scale a term by its coefficient, and tokens by their advantage."
+        )
+    return list(whole.split([len(sample) for sample in samples]))
+
+
+def _zero_or_one(mask: Tensor) -> bool:
+    return not bool(((mask != 0) & (mask != 1)).any())
 
 
 def _rule(masks: list[Tensor], normalise: str, denominator: float | None) -> list[Tensor]:
     """The rule over masks that are normalised together."""
-    lengths = [float(mask.sum()) for mask in masks]
     if normalise == "sum":
         return masks
+    sizes, whole = [len(mask) for mask in masks], torch.cat(masks)
+    lengths = torch.from_numpy(np.add.reduceat(whole.numpy(), np.cumsum([0, *sizes[:-1]])))  # exact: sums of ones
     if denominator is None:
-        denominator = sum(lengths) if normalise == "token" else sum(length > 0 for length in lengths)
+        denominator = float(lengths.sum() if normalise == "token" else (lengths > 0).sum())
     if normalise == "sample":
-        return [mask / max(length, 1.0) / max(denominator, _TINY) for mask, length in zip(masks, lengths, strict=True)]
-    return [mask / max(denominator, _TINY) for mask in masks]
+        whole = whole / lengths.clamp(min=1.0).repeat_interleave(torch.tensor(sizes))
+    return list((whole / max(denominator, _TINY)).split(sizes))
 
 
 _LEAST = 1e-30  # of a caller's denominator: weights of 1e30 still fit fp32

@@ -46,6 +46,7 @@ from longspan.engine.fsdp.waiting import (
     let_go,
     reduce_after,
     settle,
+    shard_bytes,
     waiting_units,
     whole_gradients,
     whole_weights,
@@ -103,6 +104,8 @@ class FSDPBackend:
         )
         self.policy.train()
         self.waiting = waiting_units(self.policy) if mesh.data_ranks > 1 else []  # whose gradients may wait for a sum
+        self.whole = whole_gradients(self.waiting, self.master), whole_weights(self.waiting[:-1], self.compute)
+        self.shards = shard_bytes(self.policy, mesh.device)
         self.optimizers: dict[str | None, Stepper] = {}  # one an adapter; None: everything that is in none
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -129,15 +132,12 @@ class FSDPBackend:
     def held(self) -> Held | None:
         if not self.waiting:
             return None
-        parameters = [parameter for _, parameter in self._parameters()]
-        tensors = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
-        for optimizer in self.optimizers.values():
-            tensors += [
-                each for slots in optimizer.state.values() for each in slots.values() if isinstance(each, Tensor)
-            ]
-        own = sum(shard.nbytes for shard in map(local, tensors) if shard.device.type == self.mesh.device.type)
-        layers = whole_weights(self.waiting[:-1], self.compute)
-        return Held(whole_gradients(self.waiting, self.master), layers, own)
+        own = sum(size if each.sharded_param.grad is None else 2 * size for each, size in self.shards)
+        states = (slots for optimizer in self.optimizers.values() for slots in optimizer.state.values())
+        with torch.no_grad():  # or each shard becomes a view that autograd knows
+            shards = [local(each) for slots in states for each in slots.values() if isinstance(each, Tensor)]
+        own += sum(shard.nbytes for shard in shards if shard.device.type == self.mesh.device.type)
+        return Held(*self.whole, own)
 
     @contextmanager
     def _ready(self, step: MicroStep, *, trains: bool) -> Iterator[None]:

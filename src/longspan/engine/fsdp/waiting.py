@@ -17,10 +17,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from longspan.engine.fsdp.policy import Policy
+from longspan.engine.optim import local
 from longspan.models.adapter import tower_blocks
 
 __all__ = [
-    "drop_waiting", "has_waiting", "keep_gathered", "let_go", "reduce_after", "settle", "waiting_units", "whole_gradients",
+    "drop_waiting", "has_waiting", "keep_gathered", "let_go", "reduce_after", "settle", "shard_bytes", "waiting_units", "whole_gradients",
     "whole_weights",
 ]  # fmt: skip
 
@@ -45,6 +46,12 @@ def whole_gradients(units: Sequence[FSDPModule], master: torch.dtype) -> int:
 def whole_weights(units: Sequence[FSDPModule], compute: torch.dtype) -> int:
     """Bytes that a rank holds while these units are gathered."""
     return compute.itemsize * sum(each._orig_size.numel() for unit in units for each in _parameters(unit))
+
+
+def shard_bytes(policy: Policy, device: torch.device) -> list[tuple[FSDPParam, int]]:
+    """Every parameter, and the bytes of this rank's shard on `device`: 0 where it stays on the host."""
+    shards = [(each, local(each.sharded_param)) for each in _all(policy)]
+    return [(each, shard.nbytes if shard.device.type == device.type else 0) for each, shard in shards]
 
 
 def keep_gathered(units: Sequence[FSDPModule], stays: bool) -> None:

@@ -16,6 +16,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from longspan.layout.travel import sent
+
 __all__ = ["Block", "Kernel", "heads_first"]
 
 
@@ -115,4 +117,4 @@ def _boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
     cu = [0]
     for length in lengths:
         cu.append(cu[-1] + length)
-    return torch.tensor(cu, dtype=torch.int32).to(device, non_blocking=True)
+    return sent(torch.tensor(cu, dtype=torch.int32), device)
