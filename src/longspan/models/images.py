@@ -12,7 +12,7 @@ normalisation from its processor files (media_settings.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import PIL.Image
@@ -73,6 +73,11 @@ class MediaReader:
                 f"{type(media).__name__} of {height} x {width} pixels cannot be resized: {error}"
             ) from error
 
+    def on(self, device: torch.device) -> MediaReader:
+        """A reader that writes patches there. One for many media: the host waits while its tables travel."""
+        image, video = (replace(kind, normal=kind.normal.to(device)) for kind in (self.image, self.video))
+        return replace(self, image=image, video=video)
+
     def run_lengths(self, grid: Grid) -> list[int]:
         """Placeholder runs of one item: one an image, one a frame group of a video."""
         frames, height, width = grid
@@ -86,9 +91,9 @@ class MediaReader:
         return torch.from_numpy(np.stack([np.asarray(frame.resize((width, height), resample)) for frame in frames]))
 
     def write_patches(self, media: Image | Video, frames: Tensor, into: Tensor) -> None:
-        """frames [F, H, W, 3] of this media -> into [t*h*w, C] fp32 on the same device, in the order that the tower
+        """frames [F, H, W, 3] of this media -> into [t*h*w, C] fp32, both where this reader is, in the order that the tower
         expects; the axis order of Qwen3VLVideoProcessor.patchify."""
-        table = self._kind(media).normal.to(frames.device)
+        table = self._kind(media).normal
         place = frames.int() + 256 * torch.arange(3, dtype=torch.int32, device=frames.device)
         looked = table.flatten().index_select(0, place.flatten()).view(frames.shape)
         if missing := -len(looked) % self.temporal:
