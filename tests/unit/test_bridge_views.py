@@ -5,14 +5,13 @@ Controls: `x[0]`, the plain way to take a leading axis of size 1 off, copies, an
 """
 
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
+from partition_only import partition_only
 from torch import Tensor, nn
-from torch._dynamo.backends.registry import lookup_backend
 from torch.profiler import ProfilerActivity, profile
 
 from longspan.engine.fsdp import compiled
@@ -100,10 +99,10 @@ def tokens_first(like: Tensor, *shape: int) -> Tensor:
 @pytest.mark.parametrize("lengths", [(TOKENS,), (TOKENS, 20, 28)], ids=["fixed", "free"])
 @pytest.mark.parametrize(("room", "copies"), [(heads_first, 0), (tokens_first, 3)])
 def test_compiled_layers_take_them_as_they_are(room, copies, lengths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "compile_fx", lookup_backend("aot_eager_decomp_partition"))
+    monkeypatch.setattr(compiled, "compile_fx", partition_only)
     monkeypatch.setattr(Attend, "room", staticmethod(room))
     torch._dynamo.reset()
-    layer = torch.compile(Layer(), backend=partial(compiled.compile_keeping, compiled.KEEPS["none"]))
+    layer = torch.compile(Layer(), backend=compiled.backend_of("none"))
     for length in lengths:
         out = layer(torch.randn(1, length, HEADS * DIM, requires_grad=True))
         grad = torch.ones_like(out)

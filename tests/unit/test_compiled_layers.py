@@ -1,23 +1,23 @@
 """What compiled layers keep for backward: inputs under "selective", matrix products too under "none"; the numbers are eager's.
 
-The partitioner is torch's own; its code generator is left out (aot_eager_decomp_partition), which would take a minute here.
+The partitioner is torch's own; its code generator is left out, which would take a minute here.
 """
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
+from partition_only import partition_only
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._inductor import config as inductor_config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import silu
 
 from longspan import Engine, EngineConfig, Objective, Sample
 from longspan.engine.fsdp import compiled
-from longspan.engine.fsdp.compiled import KEEPS, compile_keeping, keeps_of
+from longspan.engine.fsdp.compiled import KEEPS, backend_of, keeps_of
 
 TOKENS, WIDTH, MLP = 64, 32, 96
 
@@ -39,7 +39,7 @@ class Piece(nn.Module):
 
 @pytest.mark.parametrize(("policy", "wide"), [("selective", 0), ("none", 2)])
 def test_layers_keep_what_the_policy_says(policy: str, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "compile_fx", lookup_backend("aot_eager_decomp_partition"))
+    monkeypatch.setattr(compiled, "compile_fx", partition_only)
     torch._dynamo.reset()
     torch.manual_seed(0)
     piece = Piece().double()
@@ -48,7 +48,7 @@ def test_layers_keep_what_the_policy_says(policy: str, wide: int, monkeypatch: p
     expected = torch.autograd.grad(piece(*inputs).square().sum(), wanted)
     kept: list[tuple[int, ...]] = []
     with saved_tensors_hooks(lambda x: (kept.append(tuple(x.shape)), x)[1], lambda x: x):
-        out = torch.compile(piece, backend=partial(compile_keeping, KEEPS[policy]))(*inputs)
+        out = torch.compile(piece, backend=backend_of(policy))(*inputs)
     found = torch.autograd.grad(out.square().sum(), wanted)
     assert kept.count((TOKENS, MLP)) == wide  # gate and up, never their product
     assert kept.count((TOKENS, WIDTH)) == 2  # x and attended; under "none" the sum in the place of x
@@ -59,7 +59,7 @@ def test_layers_keep_what_the_policy_says(policy: str, wide: int, monkeypatch: p
 @pytest.mark.parametrize("variants", [compiled.VARIANTS, 8])
 def test_a_hybrid_model_is_compiled_for_all_lengths(variants: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kinds of layers share one `forward`: under dynamo's own limit of eight the second length would run uncompiled."""
-    monkeypatch.setattr(compiled, "compile_fx", lookup_backend("aot_eager_decomp_partition"))
+    monkeypatch.setattr(compiled, "compile_fx", partition_only)
     monkeypatch.setattr(compiled, "VARIANTS", variants)
     torch._dynamo.reset()
     with dynamo_config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
@@ -96,3 +96,20 @@ def test_a_checkpoint_stands_where_layers_keep_nothing_by_themselves() -> None:
     assert keeps(compile=True, recompute="full") is None
     assert keeps(compile=True, offload=("checkpoints",)) is None
     assert keeps(compile=False) is None
+
+
+@pytest.mark.parametrize(("deterministic", "how"), [(False, compiled.TIMED), (True, compiled.FIXED)])
+def test_tiles_are_timed_unless_they_must_be_the_same(deterministic, how, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, object]] = []
+
+    def watched(graph, inputs, config_patches):
+        with inductor_config.patch(config_patches):  # a name that inductor does not know raises
+            told.append(config_patches)
+        return partition_only(graph, inputs, config_patches)
+
+    monkeypatch.setattr(compiled, "compile_fx", watched)
+    torch._dynamo.reset()
+    settings = {"compile": True, "deterministic": deterministic, "max_tokens_per_rank": 64}
+    engine = Engine.build(EngineConfig("tiny:qwen3", **settings))
+    engine.forward([Sample(torch.arange(8), torch.arange(8), torch.ones(8))])
+    assert told and all(each == how for each in told)

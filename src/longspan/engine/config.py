@@ -39,7 +39,8 @@ class EngineConfig:
     megatron: switches of backend="megatron" (engine/megatron/options.py).
     kernel: attention kernel, "auto" or one of longspan.mixers.kernels' names. compile: torch.compile each layer
         (raises torch._dynamo's recompile_limit of this process to 64).
-    deterministic: attention's backward adds in a fixed order, so that it repeats its bits on GPUs (flash4, 64k row: 615 -> 508 TFLOP/s).
+    deterministic: attention's backward adds in a fixed order, so that it repeats its bits on GPUs (flash4, 64k row: 615 -> 508 TFLOP/s),
+        and compiled layers take their tiles by rule, not by timing.
     mlp_tile: tokens of a tile; rows longer than it run their MLPs tile by tile, forward and backward. 0: whole rows.
     """
 

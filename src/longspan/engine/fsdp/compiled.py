@@ -14,7 +14,7 @@ keeps its fused q, k, v, and q and k rotated beside them. An image has four patc
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,12 +29,15 @@ from longspan.engine.config import EngineConfig
 from longspan.engine.fsdp.host import CHECKPOINT
 from longspan.models.adapter import Adapter, tower_blocks
 
-__all__ = ["BACKENDS", "KEEPS", "PLAIN", "checkpoint_tower", "compile_keeping", "compile_layers", "keeps_of"]
+__all__ = ["KEEPS", "PLAIN", "backend_of", "checkpoint_tower", "compile_keeping", "compile_layers", "keeps_of"]
 
 PLAIN = "plain"  # torch's own partition, of what has a checkpoint around it
 # Compiled q, k and v want gradients that are contiguous as [1, H, T, D], whatever their own strides: what torch does where T is symbolic,
 # and 2.11 always, 2.13 not where T is fixed. Kernels and mixers write them so (kernels/__init__.py); else each is copied.
 TANGENTS = {"guess_tangent_strides_as_outputs": False}
+# inductor's choice of tiles: by timing, one step further than by itself (a 64k row's elementwise work 144 -> 128 ms on an H200, about
+# 30 s more at the first call, kept in its cache), or by rule, so that every machine adds in the same order
+TIMED, FIXED = {"coordinate_descent_tuning": True}, {"deterministic": True}
 # recompute policy -> settings of torch's partitioner; a policy that is not here has a checkpoint around each layer
 KEEPS: dict[str, dict[str, Any]] = {
     "selective": {"activation_memory_budget": 0.0},
@@ -57,7 +60,8 @@ def compile_layers(adapter: Adapter, config: EngineConfig) -> None:
     tower = tower_blocks(adapter) if alone and config.recompute == "selective" else []
     checkpoint_tower(tower)
     for unit in adapter.units():
-        unit.compile(backend=BACKENDS[config.recompute if alone and unit not in tower else PLAIN])
+        policy = config.recompute if alone and unit not in tower else PLAIN
+        unit.compile(backend=backend_of(policy, config.deterministic))
 
 
 def checkpoint_tower(blocks: Sequence[nn.Module]) -> None:
@@ -68,11 +72,15 @@ def checkpoint_tower(blocks: Sequence[nn.Module]) -> None:
         block._gradient_checkpointing_func = partial(checkpoint, **CHECKPOINT)
 
 
-def compile_keeping(keep: dict[str, Any], graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """inductor, with these settings of the partitioner."""
+@cache
+def backend_of(policy: str, deterministic: bool = False) -> Callable[..., Any]:
+    """One object for each: layers of the same shape share their code, those of other engines of the process too."""
+    return partial(compile_keeping, KEEPS.get(policy, {}), FIXED if deterministic else TIMED)
+
+
+def compile_keeping(
+    keep: dict[str, Any], how: dict[str, Any], graph: torch.fx.GraphModule, inputs: Sequence[Tensor]
+) -> Callable[..., Any]:
+    """inductor with settings of its own (`how`) and of the partitioner (`keep`)."""
     with functorch_config.patch(**TANGENTS, **keep):
-        return compile_fx(graph, list(inputs))
-
-
-# one object a policy: layers of the same shape share their code, those of other engines of the process too
-BACKENDS = {policy: partial(compile_keeping, keep) for policy, keep in ({PLAIN: {}} | KEEPS).items()}
+        return compile_fx(graph, list(inputs), config_patches=how)
