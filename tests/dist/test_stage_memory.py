@@ -108,6 +108,11 @@ def sends_uncounted(real):
     return send
 
 
+def landed(x: Tensor, device: torch.device) -> Tensor:
+    """`sent`, as a GPU has it: a copy, where a CPU has a part of the packed row itself."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def samples(engine: Engine, count: int) -> tuple[list[Sample], float]:
     """Documents, each with an image where the model sees, and the share of visual tokens."""
     draw, made, visual, reader = np.random.default_rng(0), [], 0, engine.adapter.reader
@@ -197,6 +202,7 @@ def crowd(engine: Engine, batch: list[Sample]) -> int:
 def peak(engine: Engine, run) -> int:
     with (
         replaced("longspan.engine.megatron.pipeline:Wire.send", sends_uncounted),
+        replaced("longspan.layout.shard:sent", lambda real: landed),
         Live([x for tensors in held(engine.backend).values() for x in tensors]) as live,
     ):
         run()
