@@ -15,7 +15,8 @@ on the same GPU, one unpacked sample at a time, TF32 off (plain attention and re
               compiled. Limit: 1.2 times the figure of "unpacked"
     calls     after a real AdamW step, one call with all samples against two calls with a random half each; the worst of 20
               repetitions. fp32 limit 1e-5; bf16 has twice the limit of its gradients
-    ranks     layouts of two ranks: bf16 limit 1.2 times the figure of "packed" on one (so "bfloat16" runs too), fp32 1e-5 to fp64
+    ranks     layouts of two ranks, which share the GPU where there is one (launch(device="shared")): bf16 limit 1.2 times the figure
+              of "packed" on one rank (so "bfloat16" runs too), fp32 1e-5 to fp64
 Figures. fp32, fp64: the largest absolute difference of a trained token's log-prob, the relative L2 of the worst parameter's
 gradient. bf16 is held to ratios: both figures are taken down by what chance adds to a ratio, and the root mean square over tokens stands
 beside them (parity/cells.py).
@@ -36,7 +37,6 @@ import torch
 from common import Report, Settings, device, exact_convolutions, settings
 from shapes import config_of
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
@@ -363,17 +363,16 @@ def in_ranks(folder: str, path: Path) -> list[dict[str, Any]]:
 
 def gathered(engine: Engine) -> dict[str, Tensor]:
     """The accumulated gradients, whole, on every rank's device. Collective."""
-    found = {}
-    for name, parameter in engine.backend.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found
+    return {name: gradient.to(world().device) for name, gradient in engine.gradients().items()}
 
 
 def two_rank_rows(folder: str, path: Path, base: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    for row in launch(in_ranks, folder, path, ranks=2, timeout_s=200)[0]:
+    shared = torch.cuda.device_count() == 1
+    where = "two ranks of one GPU" if shared else "two ranks"
+    device = "shared" if shared else "auto"
+    for row in launch(in_ranks, folder, path, ranks=2, timeout_s=400, device=device)[0]:
         dtype = row.pop("dtype")
-        yield {"part": f"two ranks, {dtype}", **row, "limit": limit_of(row["check"], dtype, base[row["check"]])}
+        yield {"part": f"{where}, {dtype}", **row, "limit": limit_of(row["check"], dtype, base[row["check"]])}
 
 
 def rows_of(subject: Subject, wants: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
@@ -411,7 +410,6 @@ def run() -> None:
     exact_convolutions()
     report = Report("parity_gpu", asked, __doc__ or "")
     chosen = {entry.partition("/")[0] for entry in asked.only} or set(MODELS) - set(DEEP)
-    two = torch.cuda.device_count() > 1 or not torch.cuda.is_available()
     scratch = "/dev/shm" if Path("/dev/shm").is_dir() else None
     for name in [name for name in MODELS if name in chosen]:
         start = time.perf_counter()
@@ -421,7 +419,7 @@ def run() -> None:
 
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
             try:
-                measure(report, make_subject(name, folder, asked.smoke), wants, two=two)
+                measure(report, make_subject(name, folder, asked.smoke), wants)
             except (LongspanError, RuntimeError, ValueError, ImportError) as error:  # the other models' rows remain
                 print(error, flush=True)
                 report.skip(f"{type(error).__name__}: {error}", model=name)
@@ -430,7 +428,7 @@ def run() -> None:
         report.save(bars=bar, unit="figure / limit (held: at most 1)")
 
 
-def measure(report: Report, subject: Subject, wants: Callable[[str], bool], *, two: bool) -> None:
+def measure(report: Report, subject: Subject, wants: Callable[[str], bool]) -> None:
     """All rows of one model."""
     base: dict[str, float] = {}
     name, folder, path = subject.name, subject.folder, Path(subject.folder) / "truth.pt"
@@ -441,7 +439,7 @@ def measure(report: Report, subject: Subject, wants: Callable[[str], bool], *, t
         if (row["part"], row["case"]) == ("bfloat16", "packed"):
             base[row["check"]] = row["figure"]
     report.save(bars=bar, unit="figure / limit (held: at most 1)")
-    if not (two and wants("ranks")):
+    if not wants("ranks"):
         return
     save_truth(subject, path)
     subject.reference.model.to("meta")  # its memory belongs to the ranks now

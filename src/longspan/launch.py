@@ -4,7 +4,8 @@
 ranks themselves; then `world()` joins them. Either way `world()` says who this process is; a process that nobody launched is a world
 of one. The first failure ends the run: the others are stopped, the failing rank is named and its traceback shown. A rank that died is
 named before the ranks whose connections its death broke: they often speak first.
-Backends: gloo on CPU; on CUDA `cpu:gloo,cuda:nccl`, so that small host-side checks need no device synchronisation.
+Backends: gloo on CPU; on CUDA `cpu:gloo,cuda:nccl`, so that small host-side checks need no device synchronisation. Ranks that share
+a GPU (device="shared") have gloo on CUDA too: NCCL takes one rank a GPU. Slow, and every number of the layout is its own.
 """
 
 import contextlib
@@ -37,6 +38,7 @@ __all__ = ["World", "check_timeout", "host_threads", "is_rank", "launch", "world
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 GPU_THREADS = 8  # at most, beside a GPU: a container may be granted less time than the cores it sees
 MOST_S = 2e6  # 23 days; the system call that waits for ranks takes 24
+SHARED = "shared"  # device of ranks that share GPUs
 GRACE_S = 3.0  # how long the other ranks may take to end by themselves after the first failure
 PRELOAD = [  # imported once in a clean server process and then forked: 10 s saved a rank
     "longspan.engine",
@@ -75,12 +77,13 @@ class World:
 def world() -> World:
     """Join the process group that torchrun or `launch` started (a group of one where nobody did) and describe this process."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(os.environ.get("LONGSPAN_DEVICE", "auto"), local_rank)
+    name = os.environ.get("LONGSPAN_DEVICE", "auto")
+    device = _device(name, local_rank)
     if not dist.is_initialized():
         if is_rank():
-            dist.init_process_group(_backend(device), timeout=COLLECTIVE_TIMEOUT)
+            dist.init_process_group(_backend(name, device), timeout=COLLECTIVE_TIMEOUT)
         else:
-            dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(_backend(name, device), store=dist.HashStore(), rank=0, world_size=1)
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
 
 
@@ -103,7 +106,7 @@ def launch(
 
     fn: any callable, closures included (it travels by cloudpickle); what it returns must pickle.
     timeout_s: seconds for the whole run; after it every rank is stopped and the ones still running are named with their stacks.
-    device: "auto" (CUDA where every rank has a GPU, else CPU), "cpu" or "cuda".
+    device: "auto" (CUDA where every rank has a GPU, else CPU), "cpu", "cuda" or "shared": more ranks than GPUs, to check a layout.
     Raises UserError for a bad number of ranks or seconds; the rank's own error where it is one of ours; RankError for any other failure.
     """
     if ranks < 1:
@@ -144,7 +147,7 @@ def _worker(rank: int, ranks: int, folder: str, device_name: str, payload: bytes
             torch.set_num_threads(_threads(device, ranks))
             store = dist.FileStore(str(Path(folder) / "store"), ranks)
             dist.init_process_group(
-                _backend(device), store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT
+                _backend(device_name, device), store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT
             )
             store.set(f"joined-{rank}", "")
             fn, args = pickle.loads(payload)
@@ -281,14 +284,18 @@ def _device(name: str, local_rank: int) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    if name != "cuda" or not torch.cuda.is_available():
+    if name not in ("cuda", SHARED) or not torch.cuda.is_available():
         raise UserError(
-            f"device={name!r} is not available here. Use 'cpu', or 'cuda' on a machine with a GPU for each rank"
+            f"device={name!r} is not available here. Use 'cpu', or 'cuda' on a machine with a GPU for each rank "
+            f"({SHARED!r}: with a GPU)"
         )
-    device = torch.device("cuda", local_rank)
+    if name == SHARED:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", local_rank % torch.cuda.device_count() if name == SHARED else local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def _backend(device: torch.device) -> str:
-    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+def _backend(name: str, device: torch.device) -> str:
+    on_gpu = "cpu:gloo,cuda:gloo" if name == SHARED else "cpu:gloo,cuda:nccl"
+    return "gloo" if device.type == "cpu" else on_gpu

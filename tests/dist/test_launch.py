@@ -91,6 +91,13 @@ def test_our_own_error_travels_as_it_is() -> None:
         launch(_refuse, ranks=2, timeout_s=60, device="cpu")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("device", ["cuda", "shared", "tpu"])
+def test_a_device_that_is_not_here_is_refused(device: str) -> None:
+    with pytest.raises(UserError, match=f"device='{device}' is not available here"):
+        launch(_divide, ranks=2, timeout_s=60, device=device)
+
+
 @pytest.mark.parametrize(
     ("device", "ranks", "cores", "threads"),
     [("cpu", 2, 32, 1), ("cuda", 2, 32, 8), ("cuda", 4, 16, 4), ("cuda", 8, 4, 1)],

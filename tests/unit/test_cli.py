@@ -38,6 +38,7 @@ def test_usage_errors_are_status_2(arguments: list[str], capsys: pytest.CaptureF
         (["--layouts", "cp2-nonsense"], "nonsense"),
         (["--layouts", ","], "names no layout"),
         (["--plant", "nonsense"], "no fault we know"),
+        (["--device", "shared", "--backend", "megatron"], "a GPU for each rank"),
         (["--model", "tiny:nonsense"], "nonsense"),
         (["--model", str(Path(__file__).parent)], "no readable config"),
         (["--lengths", "3,x"], "whole numbers"),

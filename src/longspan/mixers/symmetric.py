@@ -45,8 +45,8 @@ def symmetric_refusal(group: CPGroup, device: torch.device) -> str | None:
     dist.all_gather_object(found, (socket.gethostname(), device.index), group=group.group)
     if len({host for host, _ in found}) > 1:
         return "the ranks are on several hosts"
-    peers = [index for _, index in found if index != device.index]
-    reached = len(peers) == group.size - 1 and all(torch.cuda.can_device_access_peer(device, p) for p in peers)
+    peers = {index for _, index in found} - {device.index}  # ranks may share a GPU (launch.py)
+    reached = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
     answers: list[Any] = [None] * group.size
     dist.all_gather_object(answers, reached, group=group.group)
     return None if all(answers) else "the GPUs cannot reach each other's memory"

@@ -59,8 +59,8 @@ class Options:
     """Let the engine choose the context-parallel size per row."""
     plant: str | None = None
     """Plant this fault in every rank; "list" prints the faults."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks run."""
+    device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
+    """Where ranks run; "shared": on GPUs of this machine that are fewer than the ranks, with their kernels."""
     timeout_s: float = 600.0
     """Seconds for one launch of ranks."""
     certificate: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -106,6 +106,8 @@ def request_of(options: Options) -> Request:
         raise UserError(f"--plant {options.plant!r} is no fault we know. Use one of {', '.join(FAULTS)}, or 'list'.")
     if options.samples is not None and options.lengths is not None:
         raise UserError("--samples and --lengths both say which samples run. Give one of them.")
+    if options.device == "shared" and options.backend == "megatron":
+        raise UserError("--device shared runs --backend fsdp: Megatron-Core wants NCCL, and NCCL a GPU for each rank.")
     if options.steps < 0:
         raise UserError(f"--steps {options.steps} must be 0 or more.")
     if not 0 <= options.seed < 2**63 - 1:
