@@ -344,8 +344,8 @@ WRONG_TERMS = {  # each at most a tenth of its call
     "v is not exchanged": (CP, "_attention", lambda real: lambda self, size: real(self, 1)),
     "what is exchanged stays": (CP, "backward", lambda real: lambda self, *a, **k: real(self, *a, **k) + 8 * self._input / 2),
     "a norm's input is a copy": (TP, "_norm", lambda real: lambda self, *a, copied=True: real(self, *a)),
-    "embeddings are cut": (SP, "between", lambda real: lambda self, *, enters, sends: real(self, enters=False, sends=sends)),
-    "nothing is sent on": (PP, "between", lambda real: lambda self, *, enters, sends: real(self, enters=enters, sends=False)),
+    "embeddings stay whole": (SP, "between", lambda real: lambda self, *, sends: real(self, sends=sends) + self._input),
+    "nothing is sent on": (PP, "between", lambda real: lambda self, *, sends: real(self, sends=False)),
     "experts exchange in place": (MOE, "_experts_alive", lambda real: lambda self: real(self) / 2),
 }  # fmt: skip
 

@@ -65,12 +65,9 @@ class StageActivations:
             return max(self.layers(size), default=0.0)
         return self._input + self._spared(recompute)
 
-    def between(self, *, enters: bool, sends: bool) -> float:
-        """Of one micro-step in flight, beside its layers: fields, RoPE's cosines and sines, what it sends on. Where it enters,
-        a rank's rows are a view of all embeddings."""
-        whole = self.own.hidden * self.bytes_per_value
-        others = whole - self._input if enters else 0.0
-        return FIELDS + 2 * self.own.head_dim * self.bytes_per_value + others + (self._input if sends else 0.0)
+    def between(self, *, sends: bool) -> float:
+        """Of one micro-step in flight, beside its layers: fields, RoPE's cosines and sines, what it sends on."""
+        return FIELDS + 2 * self.own.head_dim * self.bytes_per_value + (self._input if sends else 0.0)
 
     def backward(self, recompute: str, size: int, *, neighbours: int = 0) -> float:
         """Of the layer whose backward runs: what is made again, gradients, and what crosses ranks.

@@ -11,8 +11,8 @@ On top, the largest of five moments of each pipeline rank, which holds n = fligh
 
     head   last rank: n pairs, the output layer's weight gathered over tp (V E b), the final norm and hidden states of all
            tokens, one chunk of fp32 logits, the output layer's gradient in fp32 (the head forms it in its forward)
-    layer  n pairs, what the layer whose backward runs makes again, its gradients, the head's V rows where their gradient
-           waits for the embeddings' (tied, one stage) or for the fp32 sums
+    layer  n pairs, what the layer whose backward runs makes again, its gradients, a rank's rows of the head's where they
+           wait for the embeddings' (tied, one stage) or for the fp32 sums
     end    n - 1 pairs and one layer's, the first of a chunk, in its backward; gradients (b) of the rest of the chunk under
            bf16, where they wait for the fp32 sums until the chunk is done; in master precision they are added as they appear
     sums   bf16: n - 1 pairs, those gradients with the embeddings', and the largest of them in fp32
@@ -120,16 +120,13 @@ class StageMemory:
         flights, b, cut = self.flights[rank], self.bytes_per_value, self.cut
         first, last, waits = rank == 0, rank == cut.pp - 1, b < self._wide
         own, activations = self._trained(rank), self.activations
-        between = activations.between(
-            enters=first and self.trained.embeddings, sends=cut.pp > 1 and (cut.vpp > 1 or not last)
-        )
+        between = activations.between(sends=cut.pp > 1 and (cut.vpp > 1 or not last))
         one = tokens * (activations.kept(self.recompute, size) + between)
         vision = flights * self._vision(tokens, tower=first)
         neighbours = (not first) + (not last) + (cut.vpp > 1)  # interleaved: a receive is posted a move ahead
         backward = tokens * activations.backward(self.recompute, size, neighbours=neighbours)
         vocabulary = b * float(-(-self.shape.vocab // cut.tp) * self.shape.hidden) if self.trained.embeddings else 0.0
-        # of the gathered weight: this rank's rows are a view of all of it
-        head = cut.tp * vocabulary if last and (waits or (self.shape.tied and cut.pp == 1)) else 0.0
+        head = vocabulary if last and (waits or (self.shape.tied and cut.pp == 1)) else 0.0
         layer = b * (own.layers + own.experts) / max(1.0, self.shape.layers / cut.pp) if waits else 0.0
         top = min(layer, b * self._of_layer * self.trained.layers / 2)  # what its first linear in backward has got
         chunk = b * own.total / cut.vpp if waits else 0.0

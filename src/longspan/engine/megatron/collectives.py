@@ -1,7 +1,9 @@
 """Differentiable collectives over tensor-parallel ranks, on dim 0, on any device.
 
 `gather_whole` and `keep_own` join work cut over ranks with work that every rank repeats: the gradient of repeated work
-is already whole on each rank, so it is cut or gathered, never summed. Sums live in linears.py and mixers/collectives.py.
+is already whole on each rank, so it is cut or gathered, never summed. A rank's own rows are copied out: as a view they
+would hold the rows of all for as long as they live, which for embeddings and for the output layer's gradient is until the
+end of a micro-step. Sums live in linears.py and mixers/collectives.py.
 """
 
 from typing import Any
@@ -52,14 +54,14 @@ class _GatherWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.group.size)[ctx.group.rank].contiguous(), None
+        return _own_rows(grads[0], ctx.group), None
 
 
 class _KeepOwn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CPGroup) -> Tensor:
         ctx.group = group
-        return x.chunk(group.size)[group.rank].contiguous()
+        return _own_rows(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -85,6 +87,10 @@ class _SumParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+def _own_rows(x: Tensor, group: CPGroup) -> Tensor:
+    return x.chunk(group.size)[group.rank].clone(memory_format=torch.contiguous_format)
 
 
 def _total(x: Tensor, group: CPGroup) -> Tensor:
