@@ -15,7 +15,7 @@ from live import Live
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from longspan.data.activations import attention_kept
+from longspan.data.activations import Activations, attention_kept
 from longspan.data.shape import ModelShape
 from longspan.launch import launch
 from longspan.layout import CPGroup, make_seqinfo
@@ -98,6 +98,9 @@ def test_the_output_that_travels_ahead_is_counted(ranks: int) -> None:
     heads, kv_heads = HEADS[ranks]
     config = tiny("qwen3", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=HEAD_DIM)
     shape, out = ModelShape.from_config(config.to_dict()), TOKENS * heads * HEAD_DIM * 2
+    compiled = Activations(shape, 2, compile=True)
+    second = TOKENS * (compiled.kept("selective", ranks) - compiled.kept("selective", 1))
+    assert second == shape.attention_layers * out, "one output a layer more than a row of one rank"
     once, said = (TOKENS * attention_kept(shape, 2, size, queries=2, keys=2) for size in (1, ranks))
     for ahead, needed in launch(measured, ranks=ranks, timeout_s=60):
         more = [layers - 1 for layers in LAYERS[1:]]  # than one
