@@ -29,13 +29,18 @@ __all__ = [
     "packed_attention",
 ]
 
+
+def _ulysses(transport: Transport, lean: bool) -> Ulysses | OverlappedUlysses:
+    if transport.blocking:
+        return Ulysses()
+    return OverlappedUlysses(transport, keep=keep_output if lean else keep_arrivals)
+
+
 MIXERS: dict[str, Callable[[Layout, Transport, bool], Mixer]] = {
-    "ulysses": lambda layout, transport, lean: (
-        Ulysses() if transport.blocking else OverlappedUlysses(transport, keep=keep_output if lean else keep_arrivals)
-    ),
+    "ulysses": lambda layout, transport, lean: _ulysses(transport, lean),
     "ring": lambda layout, transport, lean: Ring(transport),
     "gather": lambda layout, transport, lean: Gather(),
-    "hybrid": lambda layout, transport, lean: Hybrid(ulysses=layout.ulysses or 1),
+    "hybrid": lambda layout, transport, lean: Hybrid(layout.ulysses or 1, _ulysses(transport, lean), Ring(transport)),
 }
 
 

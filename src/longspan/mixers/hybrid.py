@@ -5,18 +5,20 @@ N ranks is rank ring_index's part of a zigzag over N / u ranks once it is sorted
 the inner mixer sees an ordinary layout of N / u ranks. Each ring hop carries 1/u of the heads of u times the tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan.layout.resolve import ulysses_refusal
 from longspan.layout.seqinfo import SeqInfo, make_seqinfo
-from longspan.mixers.attention import Saved, SizeCheck, Work
+from longspan.mixers.attention import Saved, SizeCheck
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.local import Local, LocalPrepared
 from longspan.mixers.ring import Ring
-from longspan.mixers.ulysses import UlyssesPrepared, exchange, swap_attention
+from longspan.mixers.ulysses import Ulysses, UlyssesPrepared, exchange
+from longspan.mixers.ulysses_overlap import OverlappedPrepared, OverlappedUlysses
 
 __all__ = ["Hybrid"]
 
@@ -26,13 +28,15 @@ class Hybrid:
     """ulysses * ring ranks. A smaller dynamic group of `size` ranks has gcd(ulysses, size) of them swap heads."""
 
     ulysses: int
+    swap: Ulysses | OverlappedUlysses = field(default_factory=Ulysses)
+    ring: Ring = field(default_factory=Ring)
     name: str = "hybrid"
 
     def sizes(self, heads: int, kv_heads: int) -> SizeCheck:
         """Every size works once the ulysses part divides the query heads."""
         return lambda size: ulysses_refusal(self.ulysses, heads) if size > 1 else None
 
-    def prepare(self, info: SeqInfo, device: torch.device) -> UlyssesPrepared | LocalPrepared:
+    def prepare(self, info: SeqInfo, device: torch.device) -> OverlappedPrepared | UlyssesPrepared | LocalPrepared:
         """The exchange of this rank's neighbours around the ring of its column."""
         if info.size == 1:
             return Local().prepare(info, device)
@@ -41,14 +45,14 @@ class Hybrid:
         outer = make_seqinfo(info.kind, info.cu_seqlens, column)
         first = info.rank - neighbours.rank
         indices = info.indices[first : first + neighbours.size]
-        return exchange(neighbours, indices, outer.index, Ring().prepare(outer, device), device)
+        return self.swap.around(exchange(neighbours, indices, outer.index, self.ring.prepare(outer, device), device))
 
     def attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        prepared: UlyssesPrepared | LocalPrepared,
+        prepared: Any,  # what `prepare` gave
         *,
         scale: float,
         kernel: Kernel,
@@ -57,4 +61,4 @@ class Hybrid:
         saved: Saved | None = None,
     ) -> Tensor:
         """See attention.Mixer."""
-        return swap_attention(prepared, q, k, v, work=Work(kernel, scale, window), sink=sink, saved=saved)
+        return self.swap.attend(q, k, v, prepared, scale=scale, kernel=kernel, window=window, sink=sink, saved=saved)

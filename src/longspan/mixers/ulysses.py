@@ -53,6 +53,10 @@ class Ulysses:
         inner = Local().prepare(alone, device)
         return inner if info.size == 1 else exchange(info.group, info.indices, alone.index, inner, device)
 
+    def around(self, exchange: UlyssesPrepared) -> UlyssesPrepared:
+        """What `attend` takes for this exchange around an attention of another mixer."""
+        return exchange
+
     def attend(
         self,
         q: Tensor,

@@ -92,12 +92,16 @@ class OverlappedUlysses:
         prepared = Ulysses().prepare(info, device)
         return prepared if isinstance(prepared, LocalPrepared) else OverlappedPrepared(prepared)
 
+    def around(self, exchange: UlyssesPrepared) -> OverlappedPrepared | UlyssesPrepared:
+        """As ulysses; one rank alone has no travel to overlap."""
+        return exchange if exchange.group.size == 1 else OverlappedPrepared(exchange)
+
     def attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        prepared: OverlappedPrepared | LocalPrepared,
+        prepared: OverlappedPrepared | UlyssesPrepared | LocalPrepared,
         *,
         scale: float,
         kernel: Kernel,
@@ -106,8 +110,8 @@ class OverlappedUlysses:
         saved: Saved | None = None,
     ) -> Tensor:
         """See attention.Mixer."""
-        if isinstance(prepared, LocalPrepared) or sink is not None:
-            plain = prepared if isinstance(prepared, LocalPrepared) else prepared.exchange
+        if not isinstance(prepared, OverlappedPrepared) or sink is not None:
+            plain = prepared.exchange if isinstance(prepared, OverlappedPrepared) else prepared
             return Ulysses().attend(q, k, v, plain, scale=scale, kernel=kernel, window=window, sink=sink, saved=saved)
         if reason := ulysses_refusal(prepared.exchange.group.size, q.shape[1]):
             raise UserError(reason)
