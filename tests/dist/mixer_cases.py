@@ -9,15 +9,18 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from late import Late
 from torch import Tensor
 
 from longspan.layout import Layout, Mesh, SeqInfo, make_seqinfo
 from longspan.mixers import Mixer, make_mixer, naive
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.kernels.reference import Reference
+from longspan.mixers.transport import Transport
 
 SCALE = 0.3
 REFERENCE = Reference()
+OVERLAPPED = "overlapped gather"  # what make_mixer gives for "gather" over a transport that leaves the SMs alone
 
 # (mixer, index) -> the CP sizes it is tested at, on 4 ranks (one rank alone: tests/unit/test_mixers_local.py)
 FORMS = {
@@ -29,6 +32,8 @@ FORMS = {
     ("gather", "zigzag"): (2, 3, 4),
     ("hybrid", "contiguous"): (2, 4),
     ("hybrid", "zigzag"): (2, 4),
+    (OVERLAPPED, "contiguous"): (2, 3, 4),
+    (OVERLAPPED, "zigzag"): (2, 3, 4),
 }
 LENGTHS = (
     (1,),
@@ -103,8 +108,10 @@ def info_of(case: Case, mesh: Mesh) -> SeqInfo | None:
     return None if group.rank < 0 else make_seqinfo(case.index, case.cu_seqlens, group)
 
 
-def mixer_of(case: Case) -> Mixer:
-    return make_mixer(Layout(cp=4, mixer=case.mixer, ulysses=2 if case.mixer == "hybrid" else None))  # pyright: ignore[reportArgumentType]  names from FORMS
+def mixer_of(case: Case, transport: Transport | None = None) -> Mixer:
+    name = "gather" if case.mixer == OVERLAPPED else case.mixer
+    layout = Layout(cp=4, mixer=name, ulysses=2 if name == "hybrid" else None)  # pyright: ignore[reportArgumentType]  names from FORMS
+    return make_mixer(layout, transport or (Late() if case.mixer == OVERLAPPED else None))
 
 
 def stream(case: Case) -> tuple[list[Tensor], Tensor]:
@@ -140,6 +147,7 @@ def run(
     kernel: Kernel = REFERENCE,
     plant: Callable[[object], object] | None = None,
     change: int | None = None,
+    transport: Transport | None = None,
 ) -> list[Tensor]:
     """out, dq, dk, dv of this rank's rows, and the dsink summed over ranks.
 
@@ -150,7 +158,7 @@ def run(
         for x in inputs[:3]:
             x[change] += 1
     leaves = [x[info.index].requires_grad_() for x in inputs[:3]] + [x.requires_grad_() for x in inputs[3:]]
-    mixer = mixer_of(case)
+    mixer = mixer_of(case, transport)
     prepared = mixer.prepare(info, torch.device("cpu"))
     if plant is not None:
         prepared = plant(prepared)

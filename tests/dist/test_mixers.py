@@ -1,16 +1,32 @@
 """Every mixer at every CP size gives the naive attention of the whole stream: f64 to 1e-12; planted faults show."""
 
 import itertools
+import math
 from dataclasses import replace
+from typing import Any
 
 import torch
-from mixer_cases import FORMS, REFERENCE, Case, definition, errors_of, grid, info_of, meshes, mixer_of, run
+from late import Late, There
+from mixer_cases import (
+    FORMS,
+    OVERLAPPED,
+    REFERENCE,
+    Case,
+    definition,
+    errors_of,
+    grid,
+    info_of,
+    meshes,
+    mixer_of,
+    run,
+)
 from torch import Tensor
 
 from longspan.launch import launch, world
 from longspan.layout import CPGroup, Mesh, SeqInfo, layout_index, make_seqinfo
 from longspan.mixers import attention, ring, ulysses
-from longspan.mixers.blocks import Rows
+from longspan.mixers.blocks import Rows, select
+from longspan.mixers.gather_overlap import Meetings, OverlappedGatherPrepared
 from longspan.mixers.kernels import Block
 from longspan.mixers.kernels.reference import Reference
 from longspan.mixers.merge import PartialSoftmax, Sum
@@ -129,7 +145,7 @@ def faults() -> dict[str, float]:
     kept, ulysses.collect = ulysses.collect, first_copy_only
     errors["one copy of a KV head"] = max_error(run(copies, info), definition(copies), info)
     ulysses.collect = kept
-    for mixer in ("ulysses", "ring", "gather", "hybrid"):
+    for mixer in ("ulysses", "ring", "gather", "hybrid", OVERLAPPED):
         case = Case(mixer, "contiguous", 4, STRADDLING)
         info, truth = plain(case), definition(case)
         errors[f"dropped boundary, {mixer}"] = max_error(run(case, dropped_boundary(info)), truth, info)
@@ -145,8 +161,120 @@ def test_planted_faults_are_caught() -> None:
     """Each on at least one rank (a fault need not touch them all); the same cases without it pass above."""
     results = launch(faults, ranks=RANKS, timeout_s=55)
     worst = {name: max(errors[name] for errors in results) for name in results[0]}
-    assert len(worst) == 17
+    assert len(worst) == 20
     assert min(worst.values()) > CAUGHT, {name: value for name, value in worst.items() if value <= CAUGHT}
+
+
+# ---- gather with overlap ----
+
+
+class Unwaited(Late):
+    """Takes what one kind of travel brings as if it were there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def gather(self, *given: Any) -> Any:
+        arrival = super().gather(*given)
+        return There(arrival) if self.kind == "gather" else arrival
+
+    def rotate(self, *given: Any, hops: int = 1) -> Any:
+        arrival = super().rotate(*given, hops=hops)
+        return There(arrival) if self.kind == "rotate" else arrival
+
+
+class UnwaitedBackward(Unwaited):
+    """As above, from the second gather on."""
+
+    def gather(self, *given: Any) -> Any:
+        self.kind = "gather" if self.travels else "nothing"
+        return super().gather(*given)
+
+
+class Astray(Late):
+    """Gradients come from the rank that this one sends to."""
+
+    def rotate(self, *given: Any, hops: int = 1) -> Any:
+        return super().rotate(*given, hops=-hops)
+
+
+def own_twice(prepared: object) -> object:
+    """Own keys count again with those of the others."""
+    assert isinstance(prepared, OverlappedGatherPrepared)
+    size, rank = prepared.info.size, prepared.info.rank
+
+    def twice(window: int | None) -> Meetings:
+        found = prepared.meetings(window)
+        rows = torch.arange(prepared.info.num_tokens).chunk(size)[rank]
+        again = tuple(replace(call, k_rows=select(rows, call.k_rows), fresh=False) for call in found.own)
+        return replace(found, others=(*found.others, *again))
+
+    return replace(prepared, meetings=twice)
+
+
+def one_hop_less(prepared: object) -> object:
+    """Gradients of the farthest keys stay away."""
+    assert isinstance(prepared, OverlappedGatherPrepared)
+    found = prepared.meetings(None)
+    return replace(prepared, meetings=lambda window: replace(found, hops=found.hops - 1))
+
+
+class Noted:
+    """The reference kernel, which notes its calls among the travels."""
+
+    name = "noted"
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def forward(self, *given: Any, **how: Any) -> tuple[Tensor, Tensor]:
+        self.log.append("call")
+        return Reference().forward(*given, **how)
+
+    def backward(self, *given: Any, **how: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self.log.append("call")
+        return Reference().backward(*given, **how)
+
+
+def overlapped() -> tuple[dict[str, float], dict[str, str]]:
+    """Errors of planted faults; starts, waits and calls of forward and backward."""
+    mesh, errors, orders = ranks_meshes()["plain"], {}, {}
+    for index in ("contiguous", "zigzag"):
+        case = Case(OVERLAPPED, index, 4, STRADDLING)
+        info, truth = info_of(case, mesh), definition(case)
+        assert info is not None
+        ways: dict[str, dict[str, Any]] = {
+            "nothing": {},
+            "gather not waited for": {"transport": Unwaited("gather")},
+            "gather of backward not waited for": {"transport": UnwaitedBackward("")},
+            "gradients not waited for": {"transport": Unwaited("rotate")},
+            "gradients of another rank": {"transport": Astray()},
+            "own keys twice": {"plant": own_twice},
+            "one hop less": {"plant": one_hop_less},
+        }
+        for way, how in ways.items():
+            found = errors_of(run(case, info, **how), truth, info)
+            errors[f"{way}, {index}"] = max(math.inf if math.isnan(error) else error for error in found)
+        late = Late()
+        run(case, info, kernel=Noted(late.log), transport=late)
+        orders[index] = " ".join(late.log)
+    return errors, orders
+
+
+def test_gather_overlaps_and_its_faults_are_caught() -> None:
+    """The gather is under way while own keys meet, and waited for before the others'. Rank 0 of a contiguous row needs
+    no other key; zigzag ranks need one or two calls. Three hops home."""
+    results = launch(overlapped, ranks=RANKS, timeout_s=55)
+    worst = {name: max(errors[name] for errors, _ in results) for name in results[0][0]}
+    assert max(worst.pop(f"nothing, {index}") for index in ("contiguous", "zigzag")) < LIMIT
+    assert len(worst) == 12 and min(worst.values()) > CAUGHT, worst
+    home = "s2 s3 s4 w2 w3 w4"
+    others = {"contiguous": [0, 1, 1, 1], "zigzag": [1, 2, 2, 1]}
+    for rank, (_, orders) in enumerate(results):
+        for index, order in orders.items():
+            calls = " call" * others[index][rank]
+            assert order == f"s0 call w0{calls} s1 call w1{calls} {home}", (rank, index, order)
 
 
 # ---- leaks ----

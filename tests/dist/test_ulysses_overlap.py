@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from late import Late, There
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,7 @@ from longspan.layout.mesh import CPGroup
 from longspan.layout.seqinfo import SeqInfo
 from longspan.mixers import Hybrid, Mixer, Ring, Saved, Ulysses
 from longspan.mixers.kernels.reference import Reference
-from longspan.mixers.transport import Ahead, Arrival, Collective
+from longspan.mixers.transport import Ahead, Collective
 from longspan.mixers.ulysses_overlap import Keep, OverlappedUlysses, keep_arrivals, keep_output
 from longspan.mixers.ulysses_trip import Trip
 
@@ -42,43 +43,6 @@ LAYERED = {4: (16, 8, 2), 3: (6, 3, 1)}  # of two layers
 RECOMPUTED = "s0 w0 s1 w1 s2 s3 mlp s4 w2 w3 w4 s5 w5"  # one layer; travels 2 and 3 are those of the recomputation
 AHEAD = "s0 w0 s1 w1 s2 w2 s3 w3 mlp s4 s5 s6 w5 w4 s7 w7 mlp s8 w6 w8 s9 w9"  # two; travel 6 is the lower one's output
 CPU = torch.device("cpu")
-
-
-class LateArrival:
-    """An arrival that is NaN until it is waited for."""
-
-    def __init__(self, number: int, into: tuple[Tensor, ...], arrival: Arrival, log: list[str]) -> None:
-        self.number, self.into, self.arrival, self.log = number, into, arrival, log
-        log.append(f"s{number}")
-
-    def wait(self) -> tuple[Tensor, ...]:
-        self.log.append(f"w{self.number}")
-        for x, landed in zip(self.into, self.arrival.wait(), strict=True):
-            x.copy_(landed)
-        return self.into
-
-
-class Late(Collective):
-    """gloo, whose exchanges land at the last moment."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.travels = 0
-
-    def exchange(self, parts: tuple[Tensor, ...], into: tuple[Tensor, ...], group: CPGroup) -> Any:
-        landing = tuple(x.new_empty(x.shape) for x in into)
-        arrival = super().exchange(parts, landing, group)
-        for x in into:
-            x.fill_(float("nan"))
-        self.travels += 1
-        return LateArrival(self.travels - 1, into, arrival, self.log)
-
-
-class There:
-    """An arrival whose wait is left out."""
-
-    def __init__(self, arrival: Any) -> None:
-        self.wait = lambda: arrival.into
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The calls of ring and gather cover each visible pair of tokens once and no other, as kernels read them.
+"""The calls of ring, gather and gather with overlap cover each visible pair of tokens once and no other, as kernels read them.
 
 FlashAttention knows one window a call, aligned to the bottom right: window_left = window - 1 - shift (kernels.Block).
 The pairs are counted with that rule, not with the reference's.
@@ -13,7 +13,9 @@ from longspan.layout import CPGroup, SeqInfo, make_seqinfo
 from longspan.layout.index import layout_index
 from longspan.mixers.blocks import Call, select
 from longspan.mixers.gather import Gather
+from longspan.mixers.gather_overlap import Meetings, OverlappedGather, OverlappedGatherPrepared
 from longspan.mixers.ring import Ring
+from longspan.mixers.transport import Collective
 
 CPU = torch.device("cpu")
 
@@ -49,6 +51,12 @@ def add_pairs(
             visible &= key >= query + len_k - len_q - left
         q_part, k_part = q_tokens[start_q : start_q + len_q], k_tokens[start_k : start_k + len_k]
         seen[q_part[:, None], k_part[None]] += visible.int()
+
+
+def meetings_of(info: SeqInfo, window: int | None) -> Meetings:
+    prepared = OverlappedGather(Collective()).prepare(info, CPU)
+    assert isinstance(prepared, OverlappedGatherPrepared)
+    return prepared.meetings(window)
 
 
 def wanted(info: SeqInfo, window: int | None) -> Tensor:
@@ -90,6 +98,16 @@ def test_each_visible_pair_meets_once(lengths: list[int], size: int, kind: str, 
             add_pairs(gather, call, info.index, torch.cat(indices), window)
         assert torch.equal(gather, expected), "gather"
 
+        overlapped = torch.zeros_like(expected)
+        meetings = meetings_of(info, window)
+        for call in meetings.own:
+            add_pairs(overlapped, call, info.index, info.index, window)
+        for call in meetings.others:
+            add_pairs(overlapped, call, info.index, torch.cat(indices), window)
+            away = (rank - select(torch.arange(info.num_tokens), call.k_rows) // info.num_local) % size
+            assert int(away.min()) > 0 and int(away.max()) <= meetings.hops, "gradients go that far"
+        assert torch.equal(overlapped, expected), "gather with overlap"
+
 
 def test_a_window_that_ignores_the_shift_is_caught() -> None:
     """The control of the test above: 24 tokens on 3 ranks, window 12."""
@@ -116,7 +134,9 @@ def test_fresh_rows_are_those_not_written_before(lengths: list[int], size: int, 
     for rank in range(size):
         info = make_seqinfo(kind, cu, CPGroup(None, rank, size, tuple(range(size))))
         ring_calls = [call for calls in Ring().prepare(info, CPU).steps(window) for call in calls]
-        for calls in (ring_calls, list(Gather().prepare(info, CPU).calls(window))):
+        meetings = meetings_of(info, window)
+        overlapped = [*meetings.own, *meetings.others]
+        for calls in (ring_calls, list(Gather().prepare(info, CPU).calls(window)), overlapped):
             written = torch.zeros(info.num_local, dtype=torch.bool)
             for call in calls:
                 rows = select(torch.arange(info.num_local), call.q_rows)
@@ -151,3 +171,13 @@ def test_a_zigzag_ring_makes_one_call_a_step() -> None:
     own, before = Ring().prepare(info, CPU).steps(None)
     assert len(own) == 1 and len(before) == 1 and before[0].block.lens_q == (8,)
     assert isinstance(before[0].k_rows, slice) and isinstance(before[0].q_rows, slice)
+
+
+def test_a_zigzag_gather_with_overlap_makes_at_most_two_calls_on_other_ranks_keys() -> None:
+    """However many documents; no key stands in both, so that a gradient goes home as one call gave it."""
+    cu = torch.tensor([0, 24, 36, 84]).int()
+    for rank, calls in enumerate((1, 2, 1)):
+        meetings = meetings_of(make_seqinfo("zigzag", cu, CPGroup(None, rank, 3, (0, 1, 2))), None)
+        assert len(meetings.own) == 1 and len(meetings.others) == calls and meetings.hops == 2
+        keys = torch.cat([select(torch.arange(84), call.k_rows) for call in meetings.others])
+        assert keys.unique().numel() == keys.numel()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from longspan.layout.mesh import Layout
 from longspan.mixers.attention import AttentionCache, Mixer, Prepared, Saved
 from longspan.mixers.gather import Gather
+from longspan.mixers.gather_overlap import OverlappedGather
 from longspan.mixers.hybrid import Hybrid
 from longspan.mixers.local import Local, packed_attention
 from longspan.mixers.ring import Ring
@@ -36,10 +37,14 @@ def _ulysses(transport: Transport, lean: bool) -> Ulysses | OverlappedUlysses:
     return OverlappedUlysses(transport, keep=keep_output if lean else keep_arrivals)
 
 
+def _gather(transport: Transport) -> Gather | OverlappedGather:
+    return Gather() if transport.blocking else OverlappedGather(transport)
+
+
 MIXERS: dict[str, Callable[[Layout, Transport, bool], Mixer]] = {
     "ulysses": lambda layout, transport, lean: _ulysses(transport, lean),
     "ring": lambda layout, transport, lean: Ring(transport),
-    "gather": lambda layout, transport, lean: Gather(),
+    "gather": lambda layout, transport, lean: _gather(transport),
     "hybrid": lambda layout, transport, lean: Hybrid(layout.ulysses or 1, _ulysses(transport, lean), Ring(transport)),
 }
 

@@ -81,10 +81,11 @@ def pair_calls(
     keys: Sequence[Run],
     *,
     num_q: int,  # rows of the local query tensor
-    num_k: int,  # rows of the key tensor that `keys` point into
+    num_k: int,  # rows of the key tensor
     window: int | None,
     device: torch.device,
     fresh: bool,
+    k_order: Tensor | None = None,  # int64 CPU: row of the key tensor of each row that `keys` names; None: the same
 ) -> tuple[Call, ...]:
     """The calls in which these queries meet these keys; none when nothing is visible."""
     by_document: dict[int, list[Run]] = {}
@@ -110,7 +111,8 @@ def pair_calls(
             device=device,
             offset=[s.offset for s in group],
         )
-        calls.append(Call(rows_of(touched, num_q, device), rows_of(seen, num_k, device), block, is_fresh))
+        k_rows = rows_of(seen if k_order is None else k_order[seen], num_k, device)
+        calls.append(Call(rows_of(touched, num_q, device), k_rows, block, is_fresh))
     return tuple(calls)
 
 

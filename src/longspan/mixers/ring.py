@@ -33,7 +33,7 @@ from longspan.mixers.local import Local, LocalPrepared
 from longspan.mixers.merge import Sum
 from longspan.mixers.transport import Collective, Transport
 
-__all__ = ["Ring", "RingPrepared"]
+__all__ = ["Ring", "RingPrepared", "reach"]
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +121,7 @@ def _make_steps(info: SeqInfo, window: int | None, device: torch.device) -> tupl
         keys = runs(info.indices[rank], info.cu_seqlens)
         return pair_calls(mine, keys, num_q=num, num_k=num, window=window, device=device, fresh=fresh)
 
-    steps = range(1, _reach(info, window) + 1)
+    steps = range(1, reach(info, window) + 1)
     if window is not None:
         return meet(info.rank, fresh=True), *(meet((info.rank - step) % info.size, fresh=False) for step in steps)
     lengths = torch.unique_consecutive(info.segment, return_counts=True)[1].tolist()
@@ -145,7 +145,7 @@ def _zigzag_calls(
     return (past,), (future,)
 
 
-def _reach(info: SeqInfo, window: int | None) -> int:
+def reach(info: SeqInfo, window: int | None) -> int:
     """How many ranks back the keys of any rank's queries lie at most. The same on every rank."""
     if info.kind == "zigzag":
         return info.size - 1

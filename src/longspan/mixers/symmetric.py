@@ -3,20 +3,20 @@
 GPUs of one host that reach each other (NVLink). A pull is a contiguous device copy on a side stream, which the copy
 engines do: on two H200s 371 GB/s; a FlashAttention-4 block of 3.11 ms and a pull of 0.19 ms end together after 3.18 ms,
 where 0.28 ms of NCCL take turns with it (3.53 ms). A rank's own part of an exchange never enters the buffer: it is copied
-beside the pull. One barrier a travel, on the side stream, tells that all ranks have posted. Slots are used in turn, and a
-slot is written again only when every peer has pulled from it: a rank's side stream runs barrier m after its pulls of all
-travels before m, so when a later barrier has passed, every rank's have ended. That holds whenever an arrival is waited
-for, or never; any number may be pending. What lands is made on the current stream and written by the side stream. An
-arrival that is dropped without a wait makes the stream it was made on wait, before its memory can be given to anything
-else.
+beside the pull. So is that of a gather, which is posted once for all peers. One barrier a travel, on the side stream,
+tells that all ranks have posted. Slots are used in turn, and a slot is written again only when every peer has pulled from
+it: a rank's side stream runs barrier m after its pulls of all travels before m, so when a later barrier has passed, every
+rank's have ended. That holds whenever an arrival is waited for, or never; any number may be pending. What lands is made on
+the current stream and written by the side stream. An arrival that is dropped without a wait makes the stream it was made
+on wait, before its memory can be given to anything else.
 Plain loads and copies only: multicast is never used. The buffers live as long as this object; their size is what the
 largest travel sends, times SLOTS. Source: torch.distributed._symmetric_memory (torch 2.11 and 2.13).
 Two ranks on one H200 (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, gloo group) had one GPU's fp32 results within 3.8e-7 in
-every case of ring and overlapped Ulysses. Two GPUs have not run this `exchange` yet.
+every case of ring and overlapped Ulysses. Two GPUs have not run this `exchange` yet, and no GPU has run `gather`.
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -151,18 +151,37 @@ class Symmetric:
 
     def rotate(self, tensors: tuple[Tensor, ...], group: CPGroup, *, hops: int = 1) -> Pulled:
         """See transport.Transport."""
+        received = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+        slots, posted = self._post(tensors, group)
+        sources = posted((group.rank - hops) % group.size)
+        return Pulled(received, list(zip(sources, received, strict=True)), slots.stream)
+
+    def gather(self, tensors: tuple[Tensor, ...], group: CPGroup) -> Pulled:
+        """See transport.Transport. A rank posts its tensors once, and every peer pulls them."""
+        gathered = tuple(x.new_empty(group.size, *x.shape) for x in tensors)
+        slots, posted = self._post(tensors, group)
+        pulls = []
+        for hop in range(1, group.size):  # ranks start at different peers
+            source = (group.rank + hop) % group.size
+            pulls += [(x, into[source]) for x, into in zip(posted(source), gathered, strict=True)]
+        arrival = Pulled(gathered, pulls, slots.stream)
+        for into, own in zip(gathered, tensors, strict=True):
+            copy_rows(into[group.rank], own)
+        return arrival
+
+    def _post(self, tensors: tuple[Tensor, ...], group: CPGroup) -> tuple[Slots, Callable[[int], list[Tensor]]]:
+        """Puts whole tensors into a slot for all ranks. The function gives what a rank of the group has put there."""
         offsets, size = _offsets([x.numel() * x.element_size() for x in tensors])
         slots = self._of(group, size)
         slot = slots.open()
-        for x, offset in zip(tensors, offsets, strict=True):
-            copy_rows(slots.view(group.rank, slot, offset, tuple(x.shape), x.dtype), x)
-        received = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+
+        def posted(rank: int) -> list[Tensor]:
+            return [slots.view(rank, slot, at, tuple(x.shape), x.dtype) for x, at in zip(tensors, offsets, strict=True)]
+
+        for room, x in zip(posted(group.rank), tensors, strict=True):
+            copy_rows(room, x)
         slots.post()
-        source = (group.rank - hops) % group.size
-        sources = [
-            slots.view(source, slot, at, tuple(x.shape), x.dtype) for x, at in zip(tensors, offsets, strict=True)
-        ]
-        return Pulled(received, list(zip(sources, received, strict=True)), slots.stream)
+        return slots, posted
 
     def _of(self, group: CPGroup, size: int) -> Slots:
         """The buffer of a group, grown to `size` bytes a slot. Growing is collective and waits for the device."""

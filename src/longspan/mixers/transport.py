@@ -2,6 +2,7 @@
 
 `exchange`  parts [N, ...]: part i goes to rank i, what rank i sends lands in part i (an all-to-all), a rank's own part too
 `rotate`    tensors of the same shapes on all ranks go to rank + hops and come from rank - hops
+`gather`    tensors [n, ...] of the same shapes on all ranks land in [N, n, ...], rank order, a rank's own too
 Two ways: `Collective` (NCCL or gloo, any group; NCCL kernels take SMs, so they hardly overlap with attention) and
 symmetric.Symmetric (copies between GPUs of one host that the copy engines do). No autograd. Every rank of the group
 starts the same travels in the same order.
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.layout.comm import rotate
+from longspan.layout.comm import gather_single, rotate
 from longspan.layout.mesh import CPGroup
 
 __all__ = ["Ahead", "Arrival", "Collective", "Transport", "copy_rows"]
@@ -61,6 +62,10 @@ class Transport(Protocol):
 
     def rotate(self, tensors: tuple[Tensor, ...], group: CPGroup, *, hops: int = 1) -> Arrival:
         """The tensors of the rank `hops` before this one arrive."""
+        ...
+
+    def gather(self, tensors: tuple[Tensor, ...], group: CPGroup) -> Arrival:
+        """The tensors of all ranks arrive: [n, ...] -> [N, n, ...] each, rank order."""
         ...
 
 
@@ -115,6 +120,24 @@ class Exchanged:
         return self._into
 
 
+class Gathered:
+    """An all-gather a tensor, on its way."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], group: CPGroup) -> None:
+        self._sent = [x.contiguous() for x in tensors]  # kept alive until it is sent
+        self._landed = tuple(x.new_empty(group.size, *x.shape) for x in tensors)
+        self._works = [
+            gather_single(landed.flatten(0, 1), sent, group=group.group, async_op=True)
+            for landed, sent in zip(self._landed, self._sent, strict=True)
+        ]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """See Arrival."""
+        for work in self._works:
+            work.wait()
+        return self._landed
+
+
 class Collective:
     """Through torch.distributed."""
 
@@ -127,3 +150,7 @@ class Collective:
     def rotate(self, tensors: tuple[Tensor, ...], group: CPGroup, *, hops: int = 1) -> Arrival:
         """See Transport."""
         return rotate(tensors, group, hops=hops)
+
+    def gather(self, tensors: tuple[Tensor, ...], group: CPGroup) -> Gathered:
+        """See Transport."""
+        return Gathered(tensors, group)

@@ -259,7 +259,7 @@ FAULTS = (
         (("longspan.mixers.merge:PartialSoftmax.add", merged_without_lse),),
         layout="cp2-ring",
     ),
-    Fault("ring-short", "the ring stops one hop early", ((f"{RING}:_reach", last_hop_skipped),), layout="cp3-ring"),
+    Fault("ring-short", "the ring stops one hop early", ((f"{RING}:reach", last_hop_skipped),), layout="cp3-ring"),
     Fault(
         "ring-home",
         "key gradients are not sent home after the ring",
