@@ -27,6 +27,7 @@ from longspan.launch import launch, world
 from longspan.layout import make_seqinfo
 from longspan.layout.mesh import CPGroup
 from longspan.mixers import Gather, Local, Mixer, Ring, Ulysses
+from longspan.mixers.gather_overlap import OverlappedGather
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.kernels.choose import choose_kernel, describe, self_check
 from longspan.mixers.symmetric import Symmetric, symmetric_refusal
@@ -59,6 +60,7 @@ def entries(group: CPGroup, lengths: tuple[int, ...], kernel: Kernel, where: tor
     mixers: list[tuple[str, str, Mixer]] = [("ulysses", "contiguous", Ulysses()), ("gather", "zigzag", Gather())]
     for name, transport in transports.items():
         mixers += [(f"ring, {name}", "zigzag", Ring(transport))]
+        mixers.append((f"gather overlapped, {name}", "zigzag", OverlappedGather(transport)))
         mixers += [(f"ulysses in {n}, {name}", "contiguous", OverlappedUlysses(transport, n)) for n in (1, 2, 4)]
         mixers.append((f"ulysses lean, {name}", "contiguous", OverlappedUlysses(transport, keep=keep_output)))
     found = []
