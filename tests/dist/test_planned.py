@@ -4,10 +4,13 @@ import dataclasses
 import logging
 import time
 
+import pytest
 import torch
 
 from longspan import Engine, EngineConfig, Layout, Sample, UserError, launch
 from longspan.data.machine import Machine
+from longspan.data.travel import COLLECTIVES, Travel
+from longspan.engine import planning
 
 
 def batch(lengths=(40, 9, 23)):
@@ -110,3 +113,32 @@ def test_auto_budget_is_what_the_memory_model_says():
     assert on_cpu == 10000 * 2 and seeing < text
     assert peak <= (0.94 * 1.2 - 0.6) * 2**30
     assert "0.5 GiB a GPU are too little for this model on 1 ranks" in refusal and "Use at least" in refusal
+
+
+def travels():
+    """The engine's travel as it is here, and as GPUs that reach each other would have it; what a call says of its memory then."""
+    settings = {"model": "tiny:qwen3", "max_tokens_per_rank": 40}
+    plain = Engine.build(EngineConfig(layout=Layout(cp=2, mixer="ulysses"), **settings)).planner.travel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "symmetric_refusal", lambda group, device: None)
+        engine = Engine.build(EngineConfig(layout=Layout(cp=2, mixer="ulysses"), **settings))
+        dynamic = Engine.build(EngineConfig(layout=Layout(dp=2, mixer="ring"), dynamic_cp=True, **settings))
+    planner, seen = engine.planner, []
+    planner.room_gib = 1.2  # as a GPU would say
+    expect = planner.expect
+    planner.expect = lambda *call: seen.append(expect(*call)) or seen[-1]
+    engine.forward_backward(batch(), nap(0))
+    engine.forward_backward(batch((8,)), nap(0))
+    model = planner.memory_of(0.0)
+    return plain, [planner.travel, dynamic.planner.travel], seen, planner.buffers_gib, model
+
+
+def test_an_engine_knows_how_its_attention_travels():
+    over = Travel("ulysses", symmetric=True)
+    for plain, found, seen, held, model in launch(travels, ranks=2, timeout_s=60):
+        assert plain == COLLECTIVES
+        assert found == [over, Travel("ring", symmetric=True, sizes=(1, 2))]
+        assert [each.buffers_gib * 2**30 for each in seen] == [model.buffers(36, 2), model.buffers(4, 2)]
+        assert held == seen[0].buffers_gib > seen[1].buffers_gib > 0, "buffers only grow"
+        for expected, tokens in zip(seen, (36, 4), strict=True):
+            assert expected.peak_gib * 2**30 == pytest.approx(model.peak(tokens, 2) - model.buffers(tokens, 2))

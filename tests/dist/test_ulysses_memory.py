@@ -1,8 +1,8 @@
-"""What Ulysses over a transport that leaves the SMs alone holds of attention's output, against what the memory model counts for it.
+"""What Ulysses holds of attention's output, and the largest that it sends, against what the memory model counts.
 
-Bytes alive on each rank: every layer keeps its output once, and while a layer's backward runs the output of the attention below is
-on its way besides. The model cannot know the transport. It counts what the other way keeps, a second output a layer, and that covers
-both. Controls: without the travel ahead one output less is alive; without the second output in the model, it is below.
+Bytes alive on each rank. Over a transport that leaves the SMs alone, under selective recomputation, every layer keeps its output once,
+and while a layer's backward runs the output of the attention below is on its way besides; over collectives every layer keeps two.
+Controls: without the travel ahead one output less is alive; each way is not what the model says of the other.
 """
 
 import dataclasses
@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from longspan.data.activations import Activations, attention_kept
 from longspan.data.shape import ModelShape
+from longspan.data.travel import COLLECTIVES, SLOTS, Travel
 from longspan.launch import launch
-from longspan.layout import CPGroup, make_seqinfo
+from longspan.layout import CPGroup, Layout, make_seqinfo
+from longspan.mixers import Mixer, Ulysses, make_mixer
 from longspan.mixers.kernels.reference import Reference
 from longspan.mixers.transport import Ahead, Collective
-from longspan.mixers.ulysses_overlap import OverlappedUlysses, keep_output
 from longspan.models.tiny import tiny
 
 TOKENS, HEAD_DIM, HIDDEN = 24, 8, 2  # tokens of a rank; hidden states hardly count
@@ -30,11 +31,15 @@ LAYERS = (1, 2, 3, 6)
 
 
 class Direct(Collective):
-    """What travels takes no memory but where it lands."""
+    """What travels takes no memory but where it lands. most: bytes that the largest travel takes to other ranks."""
 
     blocking = False
 
+    def __init__(self) -> None:
+        self.most = 0
+
     def exchange(self, parts: tuple[Tensor, ...], into: tuple[Tensor, ...], group: CPGroup) -> Any:
+        self.most = max(self.most, sum(part[1:].numel() * part.element_size() for part in parts))
         with _disable_current_modes():
             arrival = super().exchange(parts, into, group)
             arrival.wait()
@@ -64,16 +69,15 @@ class Alone(Reference):
         return made[0].clone(), made[1].clone(), made[2].clone()
 
 
-def alive(layers: int) -> int:
-    """Most bytes alive through forward and backward of so many attentions, whose projections keep nothing."""
+def alive(layers: int, mixer: Mixer) -> int:
+    """Most bytes alive through forward and backward of so many attentions, each before a projection that trains."""
     size, rank = dist.get_world_size(), dist.get_rank()
     info = make_seqinfo(
         "contiguous", torch.tensor([0, size * TOKENS]), CPGroup(dist.group.WORLD, rank, size, tuple(range(size)))
     )
-    mixer = OverlappedUlysses(Direct(), keep=keep_output)
     heads, kv_heads = HEADS[size]
     into = [torch.ones(HIDDEN, n * HEAD_DIM, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
-    prepared, back = mixer.prepare(info, torch.device("cpu")), into[0].t().contiguous()
+    prepared, back = mixer.prepare(info, torch.device("cpu")), into[0].t().contiguous().requires_grad_()
     start = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     with Live([]) as live:
         x = start
@@ -85,27 +89,37 @@ def alive(layers: int) -> int:
     return live.peak
 
 
-def measured() -> tuple[list[int], list[int]]:
-    """By number of layers, as it is and with what would travel ahead sent when it is needed."""
-    ahead = [alive(layers) for layers in LAYERS]
+def measured() -> tuple[list[int], list[int], list[int], int]:
+    """By number of layers: as it is, with what would travel ahead sent when it is needed, and over collectives; bytes of a travel."""
+    transport = Direct()
+    lean = make_mixer(Layout(cp=dist.get_world_size(), mixer="ulysses"), transport, lean=True)
+    ahead = [alive(layers, lean) for layers in LAYERS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ahead, "start", lambda self: None)
-        return ahead, [alive(layers) for layers in LAYERS]
+        needed = [alive(layers, lean) for layers in LAYERS]
+    return ahead, needed, [alive(layers, Ulysses()) for layers in LAYERS], transport.most
 
 
 @pytest.mark.parametrize("ranks", HEADS)
-def test_the_output_that_travels_ahead_is_counted(ranks: int) -> None:
+def test_outputs_and_buffers_are_counted_by_how_attention_travels(ranks: int) -> None:
     heads, kv_heads = HEADS[ranks]
     config = tiny("qwen3", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=HEAD_DIM)
     shape, out = ModelShape.from_config(config.to_dict()), TOKENS * heads * HEAD_DIM * 2
-    compiled = Activations(shape, 2, compile=True)
-    second = TOKENS * (compiled.kept("selective", ranks) - compiled.kept("selective", 1))
-    assert second == shape.attention_layers * out, "one output a layer more than a row of one rank"
-    once, said = (TOKENS * attention_kept(shape, 2, size, queries=2, keys=2) for size in (1, ranks))
-    for ahead, needed in launch(measured, ranks=ranks, timeout_s=60):
-        more = [layers - 1 for layers in LAYERS[1:]]  # than one
-        held, control = ([found - sums[0] for found in sums[1:]] for sums in (ahead, needed))
-        assert held == [n * once + out for n in more]
-        assert control == [n * once for n in more], "nothing is on its way"
-        assert all(found <= n * said for found, n in zip(held, more, strict=True))
-        assert held[0] == said > once, "two layers: what is counted is what is held, and one output less is not enough"
+    symmetric = Travel("ulysses", symmetric=True)
+    once, twice = (Activations(shape, 2, compile=True, travel=travel) for travel in (symmetric, COLLECTIVES))
+    second = TOKENS * (twice.kept("selective", ranks) - once.kept("selective", ranks))
+    assert second == shape.attention_layers * out, "one output a layer"
+    on_its_way = TOKENS * (once.backward("selective", ranks) - twice.backward("selective", ranks))
+    assert on_its_way == out and once.backward("none", ranks) == twice.backward("none", ranks)
+    one, two = (
+        TOKENS * attention_kept(shape, 2, ranks, queries=2, keys=2, one_output=travel.one_output(shape, "selective"))
+        for travel in (symmetric, COLLECTIVES)
+    )
+    more = [layers - 1 for layers in LAYERS[1:]]  # than one
+    for *sums, most in launch(measured, ranks=ranks, timeout_s=60):
+        held, control, collective = ([found - each[0] for found in each[1:]] for each in sums)
+        assert held == [n * one + on_its_way for n in more]
+        assert control == [n * one for n in more], "nothing is on its way"
+        assert collective == [n * two for n in more]
+        assert held[1:] != collective[1:], "two layers hold as much either way, more do not"
+        assert symmetric.buffers(shape, 2, TOKENS, ranks) == SLOTS * most

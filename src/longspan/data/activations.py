@@ -20,18 +20,20 @@ b: bytes of a value in compute precision.
 from dataclasses import dataclass
 
 from longspan.data.shape import ModelShape
+from longspan.data.travel import COLLECTIVES, Travel
 
 CHUNK = 64  # tokens of a chunk of plain DeltaNet (mixers/deltanet_chunked.py)
 
 
-def attention_kept(shape: ModelShape, bytes_per_value: int, size: int, *, queries: int, keys: int) -> float:
+def attention_kept(
+    shape: ModelShape, bytes_per_value: int, size: int, *, queries: int, keys: int, one_output: bool = False
+) -> float:
     """Bytes a token of one softmax attention, its norms left out. queries, keys: how many tensors of the width of all query
     heads (out is one) and of all KV heads are kept. Beside them the LSE and, in a row of several ranks, out before the
-    exchange; k and v repeated for more ranks than heads. Where Ulysses keeps out once (symmetric memory, selective), the out of
-    the attention below is on its way through a layer's backward instead: as much where there are two layers, else less."""
+    exchange unless it is kept once; k and v repeated for more ranks than heads."""
     heads = queries * shape.heads + keys * shape.kv_heads
     if size > 1:
-        heads += shape.heads + 2 * max(0, size - shape.kv_heads)
+        heads += (0 if one_output else shape.heads) + 2 * max(0, size - shape.kv_heads)
     return float(heads * shape.head_dim * bytes_per_value + 4 * shape.heads)
 
 
@@ -45,12 +47,13 @@ class Activations:
     lora_width: int = 0
     plain_delta: bool = False
     tiled: bool = False  # MLPs run tile by tile and keep nothing (engine/fsdp/tiled_mlp.py)
+    travel: Travel = COLLECTIVES
 
     def kept(self, recompute: str, size: int, *, offload: bool = False) -> float:
         """By the whole decoder, from forward to backward."""
         shape, b = self.shape, self.bytes_per_value
         if self.compile and recompute != "full":
-            return sum(self.compiled_layers(recompute, size))
+            return sum(self.compiled_layers(recompute, size, one_output=self.travel.one_output(shape, recompute)))
         if recompute == "none":
             return sum(self.layers(size))
         inputs = 0.0 if offload else shape.layers * shape.hidden * b
@@ -63,13 +66,14 @@ class Activations:
         """Of the layer whose backward runs: what is made again, and gradients."""
         shape, b = self.shape, self.bytes_per_value
         chunks = self.chunks() if self.plain_delta and shape.linear_layers else 0.0
+        ahead = self._ahead(recompute, size)
         if self.compile and not shape.experts:
             again = max(self.compiled_layers("selective", size)) + 2 * shape.mlp * b if recompute == "full" else 0.0
             # gate and up are there or made again; product and its gradient, then gate's and up's in their place
             wide = 6 if recompute == "selective" else 2
-            return again + (wide * shape.mlp + 2 * shape.hidden) * b + chunks
+            return again + (wide * shape.mlp + 2 * shape.hidden) * b + chunks + ahead
         again = max(self.layers(size), default=0.0) if recompute != "none" else 0.0
-        return again + self._gradients() + chunks
+        return again + self._gradients() + chunks + ahead
 
     def chunks(self) -> float:
         """Plain DeltaNet's backward runs its rule again in fp32: matrices between the tokens of a chunk, and vectors."""
@@ -87,11 +91,11 @@ class Activations:
         mlps = [self._mlp()] * (shape.layers - shape.moe_layers) + [self.experts()] * shape.moe_layers
         return [mixer + mlp + norms + lora for mixer, mlp in zip(mixers, mlps, strict=True)]
 
-    def compiled_layers(self, recompute: str, size: int) -> list[float]:
+    def compiled_layers(self, recompute: str, size: int, *, one_output: bool = False) -> list[float]:
         """What each compiled layer keeps. Recurrent mixers and experts run as they are."""
         shape, b, products = self.shape, self.bytes_per_value, recompute == "none"
         count = 3 if products and shape.normed_queries else 2  # q, k, v, out; q and k before their norms
-        attention = attention_kept(shape, b, size, queries=count, keys=count)
+        attention = attention_kept(shape, b, size, queries=count, keys=count, one_output=one_output)
         mlp = 2.0 * shape.mlp * b if products else 0.0
         mixers = [attention] * shape.attention_layers + [self.recurrent()] * shape.linear_layers
         mlps = [mlp] * (shape.layers - shape.moe_layers) + [self.experts()] * shape.moe_layers
@@ -109,6 +113,13 @@ class Activations:
         if recompute != "none":  # the blocks' inputs, and attention's output and LSE
             block = vision.hidden * b + (vision.hidden * b + 4 * vision.heads if recompute == "selective" else 0)
         return vision.layers * block + mergers
+
+    def _ahead(self, recompute: str, size: int) -> float:
+        """The output of the attention below, on its way where layers keep one and do not run again: a recomputed layer's own
+        is among what it makes again."""
+        shape, runs_once = self.shape, self.compile and size > 1
+        there = runs_once and self.travel.one_output(shape, recompute) and shape.attention_layers > 1
+        return float(shape.heads * shape.head_dim * self.bytes_per_value) if there else 0.0
 
     def _norm(self, width: int, heads: int = 1) -> float:
         """The input in fp32, one scale a head, and the normalised values where the norm's weight is trained."""

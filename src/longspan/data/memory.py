@@ -12,8 +12,8 @@ three on the host, "optimizer" the moments). On top, the largest of four moments
 
 FSDP holds two layers gathered in compute precision, and the root (embeddings, output layer) all along. What autograd keeps
 of a layer: data/activations.py, read off transformers' modules and held against saved-tensor hooks and the allocator of an
-H200 (docs/planning.md). `slack`: the allocator's rounding, and what is small. Pure CPU. backend="megatron" holds other
-things: data/stage_memory.py.
+H200 (docs/planning.md). `slack`: the allocator's rounding, and what is small. `travel buffers`: outside the allocator
+(data/travel.py). Pure CPU. backend="megatron" holds other things: data/stage_memory.py.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from typing import Protocol
 from longspan.data.activations import Activations
 from longspan.data.cost import Recompute
 from longspan.data.shape import ModelShape
+from longspan.data.travel import COLLECTIVES, Travel
 from longspan.errors import UserError
 
 GIB = 2**30
@@ -86,6 +87,7 @@ class MemoryModel:
     ep: int = 1  # ranks that share the experts: each gathers its own
     mlp_tile: int = 0  # tokens of a tile; 0: MLPs run on whole rows
     plain_delta: bool = False  # recurrent layers run on plain torch, not on fla
+    travel: Travel = COLLECTIVES
     head_chunk_bytes: int = HEAD_CHUNK_BYTES
     slack: float = 0.01
 
@@ -98,6 +100,7 @@ class MemoryModel:
             lora_width=self.lora_width,
             plain_delta=self.plain_delta,
             tiled=0 < self.mlp_tile < tokens,
+            travel=self.travel,
         )
 
     def parts(self, tokens: int, size: int = 1) -> dict[str, float]:
@@ -105,7 +108,7 @@ class MemoryModel:
         static = self._static()
         moments = self.moments(tokens, size)
         found = static | max(moments.values(), key=lambda parts: sum(parts.values()))
-        return found | {"slack": self.slack * sum(found.values())}
+        return found | {"slack": self.slack * sum(found.values()), "travel buffers": self.buffers(tokens, size)}
 
     def moments(self, tokens: int, size: int = 1) -> dict[str, dict[str, float]]:
         """Beside what is always there: bytes by cause at each moment that may be the peak."""
@@ -134,6 +137,10 @@ class MemoryModel:
 
     def peak(self, tokens: int, size: int = 1) -> float:
         return sum(self.parts(tokens, size).values())
+
+    def buffers(self, tokens: int, size: int = 1) -> float:
+        """Of symmetric memory, always there: in `parts` and `peak`, but not of the allocator, whose peaks leave them out."""
+        return self.travel.buffers(self.shape, self.bytes_per_value, tokens, size)
 
     def budget(self, memory_gib: float, *, size: int = 1) -> int:
         """Most tokens a rank may hold in one micro-step within ROOM of the memory; refuses where not even 128 fit."""

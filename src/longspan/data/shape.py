@@ -43,6 +43,7 @@ class ModelShape:
     linear_head_dim: int = 0
     normed_queries: bool = True  # RMSNorm on q and k, as Qwen3 has
     gated_attention: bool = False  # a query projection of twice the width
+    sinks: bool = False  # a logit more a query head, of value 0
     experts: int = 0
     experts_per_token: int = 0
     expert_mlp: int = 0
@@ -134,6 +135,7 @@ class ModelShape:
             linear_head_dim=_number(text, "linear_value_head_dim", 0),
             normed_queries=str(text.get("model_type", "qwen3")).startswith(NORMED),
             gated_attention=bool(text.get("attn_output_gate", False)),
+            sinks=text.get("model_type") == "gpt_oss",
             experts=experts,
             experts_per_token=_number(text, "num_experts_per_tok", 0) if experts else 0,
             expert_mlp=_number(text, "moe_intermediate_size", mlp) if experts else 0,

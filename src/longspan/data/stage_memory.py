@@ -19,7 +19,8 @@ On top, the largest of five moments of each pipeline rank, which holds n = fligh
     step   no activation: gradients summed into slices, of which the norm squares the largest in fp64 (16 bytes a number);
            later, the accumulators gone, slices, their clipped copies and AdamW's square roots (3 M)
 
-In bytes: `data_ranks` = dp * cp. Pure CPU.
+Beside these, outside the allocator, the buffers that attention travels through (data/travel.py). In bytes: `data_ranks` =
+dp * cp. Pure CPU.
 """
 
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from longspan.data.memory import HEAD_CHUNK_BYTES, token_budget
 from longspan.data.shape import ModelShape
 from longspan.data.stage_activations import StageActivations
 from longspan.data.stages import Cut, OwnWeights, own_weights
+from longspan.data.travel import COLLECTIVES, Travel
 
 __all__ = ["EVERYTHING", "StageMemory", "Trained"]
 
@@ -71,6 +73,7 @@ class StageMemory:
     lora_columns: int = 0
     lora_rows: int = 0
     plain_delta: bool = False
+    travel: Travel = COLLECTIVES
     head_chunk_bytes: int = HEAD_CHUNK_BYTES
     slack: float = 0.01
 
@@ -95,8 +98,14 @@ class StageMemory:
         for rank in range(self.cut.pp):
             moments = self.moments(tokens, size, rank=rank).values()
             parts = self.static(rank) | max(moments, key=lambda parts: sum(parts.values()))
-            found.append(parts | {"slack": self.slack * sum(parts.values())})
+            found.append(
+                parts | {"slack": self.slack * sum(parts.values()), "travel buffers": self.buffers(tokens, size)}
+            )
         return found
+
+    def buffers(self, tokens: int, size: int = 1) -> float:
+        """As MemoryModel.buffers: of this rank's heads, the same on every stage."""
+        return self.travel.buffers(self.cut.own(self.shape), self.bytes_per_value, tokens, size)
 
     def budget(self, memory_gib: float, *, size: int = 1) -> int:
         """As MemoryModel.budget."""

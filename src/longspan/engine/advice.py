@@ -21,6 +21,7 @@ from longspan.data.planner import Draft, few_sizes, make_draft
 from longspan.data.shape import ModelShape
 from longspan.data.stage_memory import EVERYTHING, StageMemory, Trained
 from longspan.data.stages import WHOLE, own_weights
+from longspan.data.travel import Travel
 from longspan.engine.cuts import check_cut, cut_layouts
 from longspan.engine.mixer_choice import MixerChoice, choose_mixer
 from longspan.engine.pipelines import Played, cut_of, in_flight, plan_stages, slowest_stage
@@ -291,6 +292,7 @@ def memory_of(request: Request, candidate: Candidate) -> MemoryModel | StageMemo
             trained=trained,
             visual_share=request.visual_share,
             ep=layout.ep,
+            travel=_travel(request, candidate),
         )
     return MemoryModel(
         request.shape,
@@ -303,7 +305,19 @@ def memory_of(request: Request, candidate: Candidate) -> MemoryModel | StageMemo
         visual_share=request.visual_share,
         compile=request.compile,
         ep=layout.ep,
+        travel=_travel(request, candidate),
     )
+
+
+def _travel(request: Request, candidate: Candidate) -> Travel:
+    """As the engine will have it: over symmetric memory where all data ranks of each stage are on one host, not of each row alone
+    (engine/steps.py makes one transport for all groups)."""
+    layout, host = candidate.layout, request.machine.node_ranks
+    assert layout.mixer != "auto", "resolve the layout first"
+    stage = layout.dp * layout.cp * layout.tp  # consecutive ranks
+    near = all(first // host == (first + stage - 1) // host for first in range(0, layout.ranks, stage))
+    sizes = few_sizes(_sizes(request, layout)) if candidate.dynamic else ()
+    return Travel(layout.mixer, near, layout.ulysses or 1, sizes)
 
 
 def _evaluate(request: Request, blank: Candidate) -> Candidate:

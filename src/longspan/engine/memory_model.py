@@ -3,12 +3,15 @@
 Under backend="megatron" a rank has its own part of the model only, so what trains is counted by name, not by what is here.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from longspan.data.memory import MemoryModel
 from longspan.data.shape import ModelShape
 from longspan.data.stage_memory import StageMemory, Trained
+from longspan.data.travel import Travel
 from longspan.engine.common import frozen_names
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.pipelines import cut_of, in_flight
@@ -28,12 +31,14 @@ def memory_model(
     adapter: Adapter,
     ranks: int,
     device: torch.device,
+    travel: Travel,
     visual_share: float = 0.0,
 ) -> MemoryModel | StageMemory:
     """What this engine keeps: what is frozen has no gradient and no moments. ranks: dp * cp."""
     build = _of_stages if config.backend == "megatron" else _of_shards
     plain_delta = choose_delta_kernel(device, DTYPES[config.dtype]).name != "fla"
-    return build(shape, config, adapter, ranks, visual_share, plain_delta)
+    found = build(shape, config, adapter, ranks, visual_share, plain_delta)
+    return replace(found, travel=travel)
 
 
 def _of_shards(

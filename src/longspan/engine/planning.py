@@ -15,8 +15,10 @@ from longspan.data import Limits, Plan, fullest_row, lower_bound, make_plan, mak
 from longspan.data.cost import CostModel
 from longspan.data.machine import Machine
 from longspan.data.plan import Cost, default_cost
+from longspan.data.planner import few_sizes
 from longspan.data.shape import ModelShape
 from longspan.data.stage_memory import StageMemory
+from longspan.data.travel import Travel
 from longspan.engine.batch import Batch
 from longspan.engine.config import EngineConfig
 from longspan.engine.memory import device_gib, peak_gib
@@ -27,6 +29,7 @@ from longspan.engine.watch import Call, Watch, signals
 from longspan.errors import UserError
 from longspan.layout import Layout, Mesh
 from longspan.layout.resolve import ulysses_refusal
+from longspan.mixers.symmetric import symmetric_refusal
 from longspan.models.adapter import Adapter
 
 __all__ = ["Expected", "Planner", "cp_sizes", "heads_per_rank", "mixer_choice"]
@@ -46,7 +49,8 @@ class Expected:
     played: Played
     bound_s: float  # no plan is faster
     parts: Mapping[str, float]  # rank-seconds by cause
-    peak_gib: float | None  # at this rank's peak; None on a CPU
+    peak_gib: float | None  # at this rank's peak, of the allocator; None on a CPU
+    buffers_gib: float = 0.0  # beside it, that attention travels through
 
 
 class Planner:
@@ -69,7 +73,11 @@ class Planner:
         named = MACHINE if config.machine == "auto" and on_gpu else config.machine
         self.model = None if named == "auto" else _cost_model(self.shape, config, self.layout, self.ranks, named)
         # by the share of visual tokens; kept, because it counts every parameter
-        self.memory_of = lru_cache(SHARES)(partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device))
+        self.travel = _travel(mesh, self.sizes)
+        self.memory_of = lru_cache(SHARES)(
+            partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device, self.travel)
+        )
+        self.buffers_gib = 0.0  # that calls so far have made, outside the allocator
         room = device_gib(mesh.device)
         self.room_gib = None if room is None else min(mesh.gather_objects(room))  # GPUs need not be equal
         self._budgets: dict[float, int] = {}  # tokens a rank under "auto", by the share of visual tokens
@@ -105,12 +113,14 @@ class Planner:
     def expect(self, batch: Batch, plan: Plan) -> Expected:
         """What the plan says of its call: there is time for it while the device works."""
         cost = self._cost(batch)
+        peak, buffers = (None, 0.0) if self.room_gib is None else self._memory_gib(batch, plan)
         return Expected(
             len(plan.micro_steps),
             self._played(batch, plan, cost),
             lower_bound(batch.lengths, self._limits(batch), self._bottleneck(batch, cost)),
             _parts(batch, plan, cost) if isinstance(cost, CostModel) else {},
-            self._peak_gib(batch, plan) if self.room_gib is not None else None,
+            peak,
+            buffers,
         )
 
     def observe(self, expected: Expected, seconds: float) -> dict[str, float]:
@@ -120,6 +130,7 @@ class Planner:
         Rank 0 logs a warning with the likeliest reason where they part (watch.py).
         """
         played = expected.played
+        self.buffers_gib = max(self.buffers_gib, expected.buffers_gib)
         report = {
             "plan/micro_steps": float(expected.steps),
             "plan/predicted_s": self.watch.predicted_s(played.makespan_s),
@@ -166,15 +177,16 @@ class Planner:
             memory=None if expected.peak_gib is None else (expected.peak_gib, peak_gib()),
         )
 
-    def _peak_gib(self, batch: Batch, plan: Plan) -> float:
-        """What the memory model says of the fullest row of a plan, on this rank."""
+    def _memory_gib(self, batch: Batch, plan: Plan) -> tuple[float, float]:
+        """What the memory model says of the fullest row of a plan, on this rank: the allocator's peak, and buffers beside it."""
         assert self.layout.index != "auto", "a mesh's layout is resolved"
         tokens, size = fullest_row(plan.micro_steps, batch.lengths, self.layout.index)
         model = self.memory_of(sum(map(sum, batch.media_tokens)) / sum(batch.lengths))
         peak = model.peak(tokens, size)
         if isinstance(model, StageMemory):
             peak = sum(model.by_rank(tokens, size)[self.stage].values())
-        return peak / 2**30
+        buffers = model.buffers(tokens, size)
+        return (peak - buffers) / 2**30, buffers / 2**30
 
     def _limits(self, batch: Batch) -> Limits:
         shares = [sum(media) / length for media, length in zip(batch.media_tokens, batch.lengths, strict=True)]
@@ -188,6 +200,14 @@ class Planner:
         trained = int(batch.columns["needed"].sum()) / total
         visual = sum(map(sum, batch.media_tokens)) / total
         return replace(self.model, trained_share=trained, visual_share=visual)
+
+
+def _travel(mesh: Mesh, sizes: tuple[int, ...] | None) -> Travel:
+    """How the mixer of this mesh travels (engine/steps.py makes it). Collective."""
+    assert mesh.layout.mixer != "auto", "a mesh's layout is resolved"
+    dealt = few_sizes(sizes) if sizes else ()
+    symmetric = symmetric_refusal(mesh.all, mesh.device) is None
+    return Travel(mesh.layout.mixer, symmetric, mesh.layout.ulysses or 1, dealt)
 
 
 def _step_cost(cost: Cost) -> float:

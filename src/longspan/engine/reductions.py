@@ -65,7 +65,8 @@ class Reductions:
         if self.planner.room_gib is None:
             return Room(math.inf)
         peak = max(self._peak_gib(batch, row) for rows in plan.micro_steps for row in rows if row.samples)
-        others = max(0, math.ceil(used_gib(self.device) - held.own / GIB - CONTEXT_GIB))
+        own = held.own / GIB + self.planner.buffers_gib
+        others = max(0, math.ceil(used_gib(self.device) - own - CONTEXT_GIB))
         spare = ROOM * self.planner.room_gib - CONTEXT_GIB - others - peak
         return Room(spare, peak, others, held.gradients / GIB, held.layers / GIB)
 
