@@ -10,6 +10,7 @@ from longspan.parity.mutation import Fault
 
 RING = "longspan.mixers.ring"
 GATHER = "longspan.mixers.gather"
+OVERLAP = "longspan.mixers.gather_overlap"  # gather over symmetric memory: faults of gather are planted in both
 ULYSSES = "longspan.mixers.ulysses"
 
 
@@ -81,6 +82,11 @@ def stays_away(original):
 def own_part_only(original):
     """A reduce-scatter that keeps the rank's own contribution and drops the others'."""
     return lambda x, group: x.chunk(group.size)[group.rank].contiguous() if group.size > 1 else x
+
+
+def nothing_goes_home(original):
+    """As above, where gradients go home hop by hop: none does."""
+    return lambda info, window: 0
 
 
 def first_copy_only(original):
@@ -220,7 +226,7 @@ FAULTS = (
     Fault(
         "boundary-gather",
         "D1 gather forgets document boundaries",
-        ((f"{GATHER}:Gather.prepare", boundaries_dropped),),
+        ((f"{GATHER}:Gather.prepare", boundaries_dropped), (f"{OVERLAP}:OverlappedGather.prepare", boundaries_dropped)),
         layout="cp2-gather",
     ),
     Fault(
@@ -238,7 +244,10 @@ FAULTS = (
     Fault(
         "boundary-first",
         "D7 one boundary of a packed row is forgotten",
-        ((f"{GATHER}:Gather.prepare", first_boundary_dropped),),
+        (
+            (f"{GATHER}:Gather.prepare", first_boundary_dropped),
+            (f"{OVERLAP}:OverlappedGather.prepare", first_boundary_dropped),
+        ),
         layout="cp2-gather",
     ),
     Fault(
@@ -269,7 +278,7 @@ FAULTS = (
     Fault(
         "gather-sum",
         "gather's backward keeps only its own key gradients",
-        ((f"{GATHER}:reduce_scatter", own_part_only),),
+        ((f"{GATHER}:reduce_scatter", own_part_only), (f"{OVERLAP}:reach", nothing_goes_home)),
         layout="cp2-gather",
     ),
     Fault(
