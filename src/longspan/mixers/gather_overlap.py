@@ -31,7 +31,7 @@ from longspan.mixers.attention import (
     run_backward,
     run_forward,
 )
-from longspan.mixers.blocks import Call, documents_call, pair_calls
+from longspan.mixers.blocks import Call, documents_call, pair_calls, ranges
 from longspan.mixers.kernels import Kernel
 from longspan.mixers.local import Local, LocalPrepared
 from longspan.mixers.merge import Sum
@@ -146,7 +146,7 @@ def _meetings(info: SeqInfo, window: int | None, device: torch.device) -> Meetin
     if keys:
         row = inverse(list(info.indices))  # gathered row of each stream token
         starts = info.cu_seqlens.tolist()
-        order = torch.cat([row[starts[run.document] + run.start : starts[run.document] + run.stop] for run in keys])
+        order = row[ranges([starts[run.document] + run.start for run in keys], [run.stop - run.start for run in keys])]
         others = pair_calls(
             mine, keys, num_q=num, num_k=info.num_tokens, window=window, device=device, fresh=False, k_order=order
         )
