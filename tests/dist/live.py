@@ -1,13 +1,18 @@
 """Bytes of the tensors that are alive, as torch's operators make them, each storage once. What stands on the host beside a GPU does
-not count, nor the metrics."""
+not count, nor the metrics. `Direct`: a transport that leaves the SMs alone, whose travels hold nothing but what lands."""
 
 import sys
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from longspan.layout import CPGroup
+from longspan.mixers.transport import Collective
 
 HOST = ("longspan/data/", "longspan/engine/batch.py", "longspan/objective/weights.py", "longspan/objective/stats.py")
 
@@ -52,3 +57,27 @@ class Live(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._see([x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known])
         return out
+
+
+class Direct(Collective):
+    """What travels takes no memory but where it lands. most: bytes that the largest travel takes to other ranks."""
+
+    blocking = False
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def exchange(self, parts: tuple[Tensor, ...], into: tuple[Tensor, ...], group: CPGroup) -> Any:
+        self.most = max(self.most, sum(part[1:].numel() * part.element_size() for part in parts))
+        with _disable_current_modes():
+            arrival = super().exchange(parts, into, group)
+            arrival.wait()
+        return There(into)
+
+
+@dataclass(frozen=True)
+class There:
+    into: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.into

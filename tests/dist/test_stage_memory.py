@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from live import Live
+from live import Direct, Live
 from megatron_cases import installed, replaced
 from peft import LoraConfig
 from torch import Tensor
@@ -199,6 +199,12 @@ def crowd(engine: Engine, batch: list[Sample]) -> int:
     return int(own.max()) - chosen.shape[1] // ranks
 
 
+def overlapped(folder) -> Found:
+    """Ulysses over a transport that leaves the SMs alone."""
+    with replaced("longspan.engine.steps:make_transport", lambda real: lambda group, device: Direct()):
+        return measure(folder, CP)
+
+
 def peak(engine: Engine, run) -> int:
     with (
         replaced("longspan.engine.megatron.pipeline:Wire.send", sends_uncounted),
@@ -234,12 +240,12 @@ def measured(tmp_path_factory):
     for family, over in FAMILIES.items():
         build_random(tiny(family, **over), torch.float32, 0).save_pretrained(folder / family)
     results = launch(
-        lambda: ([measure(folder, cell) for cell in CELLS], [auto(folder, name) for name in AUTO]),
+        lambda: ([measure(folder, cell) for cell in CELLS], [auto(folder, name) for name in AUTO], overlapped(folder)),
         ranks=2,
         timeout_s=120,
     )
     found = {cell: [result[0][number] for result in results] for number, cell in enumerate(CELLS)}
-    return found | {"auto": [result[1] for result in results]}
+    return found | {"auto": [result[1] for result in results], "overlapped": [result[2] for result in results]}
 
 
 @dataclass(frozen=True)
@@ -348,6 +354,17 @@ WRONG_TERMS = {  # each at most a tenth of its call
     "nothing is sent on": (PP, "between", lambda real: lambda self, *, sends: real(self, sends=False)),
     "experts exchange in place": (MOE, "_experts_alive", lambda real: lambda self: real(self) / 2),
 }  # fmt: skip
+
+
+@installed
+def test_overlapped_ulysses_holds_what_the_plain_one_is_said_to(measured):
+    """A layer that runs again keeps one output either way, and makes both again. Control: a second one kept."""
+    for found in measured["overlapped"]:
+        call = figures(CP, found, found.model)["call"]
+        assert call.holds, call
+        own = found.model.cut.own(found.model.shape)
+        second = TOKENS * own.layers * own.heads * own.head_dim * found.model.bytes_per_value
+        assert not dataclasses.replace(call, said=call.said + second).holds
 
 
 @installed

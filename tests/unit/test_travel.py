@@ -34,7 +34,8 @@ def shape_of(heads: int, kv_heads: int) -> ModelShape:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, mixer: Any, heads: int, kv_heads: int, size: int, **more: Any) -> int:
-    """Bytes of a slot in the first travel of a rank's attention; 0 where it goes by a collective. A hybrid has 2 ranks swap heads."""
+    """Bytes of a slot in the first travel of a rank's attention that no test has replaced; 0 where it goes by a collective. Of a
+    hybrid row two ranks swap heads."""
 
     def stop(*args: Any) -> None:
         raise Asked(args[2] if isinstance(args[0], symmetric.Symmetric) else 0)
@@ -49,17 +50,19 @@ def asked(monkeypatch: pytest.MonkeyPatch, mixer: Any, heads: int, kv_heads: int
     parts = CPGroup(None, 0, 2, (0, 1)), CPGroup(None, 0, size // 2, tuple(range(0, size, 2)))
     group = CPGroup(None, 0, size, tuple(range(size)), parts if mixer == "hybrid" else None)
     prepared = made.prepare(make_seqinfo("contiguous", torch.tensor([0, size * TOKENS]), group), torch.device("cpu"))
-    q, k, v = (torch.ones(TOKENS, n, HEAD_DIM, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.ones(TOKENS, n, HEAD_DIM, dtype=torch.bfloat16, requires_grad=True) for n in (heads, kv_heads, kv_heads)
+    )
     with pytest.raises(Asked) as found:
-        made.attend(q, k, v, prepared, scale=0.3, kernel=Reference(), **more)
+        made.attend(q, k, v, prepared, scale=0.3, kernel=Reference(), **more).sum().backward()
     return found.value.args[0]
 
 
+@dataclasses.dataclass(frozen=True)
 class Landed:
-    """An exchange that is over."""
+    """A travel that is over."""
 
-    def __init__(self, parts: Any, into: tuple[torch.Tensor, ...], group: CPGroup) -> None:
-        self.into = into
+    into: tuple[torch.Tensor, ...]
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         return self.into
@@ -69,10 +72,22 @@ class Landed:
 def test_a_hybrid_has_buffers_for_its_heads_and_its_ring(monkeypatch, heads, kv_heads, size):
     slots = [asked(monkeypatch, "hybrid", heads, kv_heads, size)]
     if size > 2:
-        monkeypatch.setattr(symmetric.Symmetric, "exchange", Landed)
+        monkeypatch.setattr(symmetric.Symmetric, "exchange", lambda self, parts, into, group: Landed(into))
         slots.append(asked(monkeypatch, "hybrid", heads, kv_heads, size))
     said = Travel("hybrid", symmetric=True, ulysses=2).buffers(shape_of(heads, kv_heads), 2, TOKENS, size)
     assert said == SLOTS * sum(slots)
+
+
+def test_a_gather_has_buffers_for_gradients_in_fp32(monkeypatch):
+    keys = asked(monkeypatch, "gather", 6, 3, 4)
+
+    def gather(self: Any, tensors: tuple[torch.Tensor, ...], group: CPGroup) -> Landed:
+        return Landed(tuple(x.new_zeros(group.size, *x.shape) for x in tensors))
+
+    monkeypatch.setattr(symmetric.Symmetric, "gather", gather)
+    gradients = asked(monkeypatch, "gather", 6, 3, 4)
+    said = Travel("gather", symmetric=True).buffers(shape_of(6, 3), 2, TOKENS, 4)
+    assert said == SLOTS * gradients == 2 * SLOTS * keys
 
 
 @pytest.mark.parametrize(
@@ -105,7 +120,7 @@ def test_what_goes_by_collectives_has_no_buffers_and_two_outputs(monkeypatch):
     over = Travel("ulysses", symmetric=True)
     assert over.buffers(shape, 2, TOKENS, 2) == 0 and not over.one_output(shape, "selective")
     assert Travel("ring", symmetric=True).buffers(shape, 2, TOKENS, 2) > 0
-    for travel in (COLLECTIVES, Travel("ring"), Travel("gather", symmetric=True), Travel("hybrid", ulysses=2)):
+    for travel in (COLLECTIVES, Travel("ring"), Travel("gather"), Travel("hybrid", ulysses=2)):
         assert travel.buffers(QWEN3, 2, TOKENS, 2) == 0 and not travel.one_output(QWEN3, "selective")
     assert not over.one_output(QWEN3, "none") and not over.one_output(QWEN3, "full"), "arrivals are kept there"
     assert not Travel("hybrid", symmetric=True, ulysses=2).one_output(QWEN3, "selective"), (

@@ -6,7 +6,7 @@ outputs  Ulysses keeps attention's output before and after its exchange. Over sy
          always: where they keep none it stands for what they hold of other ranks' keys, which is not counted
 buffers  of symmetric memory, outside torch's allocator, as long as the engine lives (mixers/symmetric.py): SLOTS times
          what the largest travel sends to the other ranks. ulysses: (N - 1) / N of q, k and v; ring: k and v; hybrid: both,
-         each in its own group; gather goes by collectives. Every group of ranks has its own, so dynamic CP one a size
+         each in its own group; gather: gradients of k and v in fp32. Every group of ranks has its own, so dynamic CP one a size
 """
 
 import math
@@ -35,18 +35,19 @@ class Travel:
 
     def buffers(self, shape: ModelShape, bytes_per_value: int, tokens: int, size: int) -> float:
         """Bytes, with rows of `tokens` tokens a rank."""
-        if not self.symmetric or self.mixer == "gather" or not shape.attention_layers:
+        if not self.symmetric or not shape.attention_layers:
             return 0.0
-        sent = sum(self._sent(shape, each) for each in self.sizes or (size,) if each > 1)
-        return SLOTS * sent * shape.head_dim * bytes_per_value * tokens
+        sent = sum(self._sent(shape, bytes_per_value, each) for each in self.sizes or (size,) if each > 1)
+        return SLOTS * sent * tokens
 
-    def _sent(self, shape: ModelShape, size: int) -> float:
-        """Heads of each token that the largest travel takes to other ranks, of both groups of a hybrid."""
+    def _sent(self, shape: ModelShape, bytes_per_value: int, size: int) -> float:
+        """Bytes a token that the largest travel takes to other ranks, of both groups of a hybrid."""
         swapping = {"ulysses": size, "hybrid": math.gcd(self.ulysses, size)}.get(self.mixer, 1)
         # KV heads travel to every rank that needs them: mixers/ulysses.py, kv_heads_by_rank
         slots = shape.heads // math.gcd(shape.heads // swapping, shape.heads // shape.kv_heads)
-        swapped = 0.0 if shape.sinks else (shape.heads + 2 * slots) * (swapping - 1) / swapping
-        return swapped + (2 * slots if swapping < size else 0)
+        swapped = 0.0 if shape.sinks else (shape.heads + 2 * slots) * (swapping - 1) / swapping * bytes_per_value
+        width = max(4, bytes_per_value) if self.mixer == "gather" else bytes_per_value
+        return shape.head_dim * (swapped + (2 * slots * width if swapping < size else 0))
 
 
 COLLECTIVES = Travel()
