@@ -39,6 +39,7 @@ LOSSLESS = {
     "webp": {"lossless": True, "exact": True},
 }
 LOSSY = {"jpg": {}, "webp": {}, "mpo": {"save_all": True}}
+MAPPED = ("L", "P", "RGBA", "CMYK", "I;16")  # TIFFs that PIL maps into memory where it opens them by path
 LATE = ("eXIf", "profile", "xmp")  # places behind a PNG's pixels
 XMP = "<x:xmpmeta><rdf:Description tiff:Orientation='{0}' tiff:Orientation=\"{0}\"/></x:xmpmeta>"
 
@@ -47,6 +48,12 @@ def exif(orientation: int) -> PIL.Image.Exif:
     made = PIL.Image.Exif()
     made[274] = orientation
     return made
+
+
+def of_mode(mode: str) -> PIL.Image.Image:
+    """STORED, as far as the mode holds it."""
+    grey = STORED[..., 0]
+    return PIL.Image.fromarray(grey.astype(np.uint16)) if mode == "I;16" else PIL.Image.fromarray(STORED).convert(mode)
 
 
 def chunk(name: bytes, body: bytes) -> bytes:
@@ -83,6 +90,10 @@ def test_every_format_is_turned(tmp_path: Path, orientation: int) -> None:
         path = tmp_path / f"x.{suffix}"
         PIL.Image.fromarray(STORED).save(path, exif=exif(orientation), **settings)
         check(path, TURNS[orientation](STORED))
+    for mode in MAPPED:
+        path, picture = tmp_path / f"{mode.replace(';', '')}.tif", of_mode(mode)
+        picture.save(path, exif=exif(orientation))
+        check(path, TURNS[orientation](np.asarray(picture.convert("RGB"))))
     for kind in LATE:
         check(late(tmp_path / f"{kind}.png", orientation, kind), TURNS[orientation](STORED))
     for suffix, settings in LOSSY.items():
@@ -119,7 +130,7 @@ def images(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     folder = path.parent / "frames"
     folder.mkdir(exist_ok=True)
     for number in range(2):
-        (folder / f"{number}.png").write_bytes(path.read_bytes())
+        (folder / f"{number}{path.suffix}").write_bytes(path.read_bytes())
     items = [Image(path), Video(folder)]
     oracle = MediaInputs("tiny:qwen3_vl", tiny("qwen3_vl"))
     ids = [VISION_START_ID, *[IMAGE_ID] * 6, VISION_END_ID]
@@ -129,10 +140,23 @@ def images(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return ours, torch.cat([made["pixel_values"], made["pixel_values_videos"]])
 
 
-@pytest.mark.parametrize("suffix", ["png", "tif"])
-def test_patches_are_the_oracles(tmp_path: Path, suffix: str) -> None:
+def test_what_is_decoded_to_another_size_is_refused(tmp_path: Path, monkeypatch) -> None:
+    """Control of mapped TIFFs: PIL's own way to decode them."""
+    path = tmp_path / "x.tif"
+    of_mode("L").save(path, exif=exif(6))
+    monkeypatch.setattr(media, "_decode", lambda image: image.load())
+    with pytest.raises(
+        UserError, match=r"x\.tif is \(24, 16\) \(height, width\) by its header, and \(16, 24\) decoded"
+    ):
+        Image(path).load()
+    of_mode("L").save(path, exif=exif(3))
+    assert Image(path).load().size == (24, 16)
+
+
+@pytest.mark.parametrize(("suffix", "mode"), [("png", "RGB"), ("tif", "RGB"), ("tif", "L"), ("tif", "RGBA")])
+def test_patches_are_the_oracles(tmp_path: Path, suffix: str, mode: str) -> None:
     path = tmp_path / f"x.{suffix}"
-    PIL.Image.fromarray(STORED).save(path, exif=exif(6))
+    of_mode(mode).save(path, exif=exif(6))
     assert torch.equal(*images(path))
 
 

@@ -63,7 +63,7 @@ class Image:
             return int(self.source.shape[0]), int(self.source.shape[1])
         if isinstance(self.source, PIL.Image.Image):  # its pixels are decoded on every rank anyway, for its key
             with _LAZY, _readable("a PIL image"):
-                self.source.load()
+                _decode(self.source)
                 return _upright_size(self.source.size, self.source.getexif())
         with _open(Path(self.source)) as image, _readable(f"image file {self.source}"):
             return _upright_size(_written_size(image), _exif(image))
@@ -76,7 +76,14 @@ class Image:
             with _LAZY, _readable("a PIL image"):
                 return _upright(self.source)
         with _open(Path(self.source)) as image, _readable(f"image file {self.source}"):
-            return _upright(image)
+            told = _upright_size(_written_size(image), _exif(image))
+            loaded = _upright(image)
+        if (loaded.height, loaded.width) != told:
+            raise UserError(
+                f"image file {self.source} is {told} (height, width) by its header, and {(loaded.height, loaded.width)} decoded. "
+                "Save it again, as PNG say, or drop the sample."
+            )
+        return loaded
 
     def key(self) -> Key:
         """Equal for equal pictures."""
@@ -170,8 +177,21 @@ def _readable(what: str) -> Iterator[None]:
         raise UserError(f"{what} cannot be decoded: {error}. Replace the file or drop the sample.") from None
 
 
+def _decode(image: PIL.Image.Image) -> None:
+    """PIL maps an uncompressed TIFF that it knows by name into memory, by the size that it is to be turned to: scrambled. A TIFF
+    without a name is read."""
+    if not isinstance(image, TiffImageFile):
+        image.load()
+        return
+    name, image.filename = image.filename, ""
+    try:
+        image.load()
+    finally:
+        image.filename = name
+
+
 def _upright(image: PIL.Image.Image) -> PIL.Image.Image:
-    image.load()
+    _decode(image)
     as_it_is = image.getexif().get(EXIF_ORIENTATION, 1) == 1
     return (image if as_it_is else PIL.ImageOps.exif_transpose(image)).convert("RGB")
 

@@ -7,7 +7,6 @@ finds its settings, its size and its patches itself; what it asks of torchvision
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,14 @@ FIRST = ChannelDimension.FIRST
 
 
 def picture(image: Image) -> PIL.Image.Image:
-    """RGB, as PIL itself reads a file or has an image in memory, turned upright."""
+    """RGB, as PIL itself reads an open file (by path it maps TIFFs into memory unturned) or has an image in memory, turned
+    upright."""
     source, loaded = image.source, image.load()  # what cannot be read is refused here
     if isinstance(source, np.ndarray | Tensor):
         return loaded
-    with nullcontext(source) if isinstance(source, PIL.Image.Image) else PIL.Image.open(source) as opened:
+    if isinstance(source, PIL.Image.Image):
+        return PIL.ImageOps.exif_transpose(source).convert("RGB")
+    with open(source, "rb") as file, PIL.Image.open(file) as opened:
         return PIL.ImageOps.exif_transpose(opened).convert("RGB")
 
 
