@@ -83,6 +83,22 @@ def test_the_fingerprint_holds_order_lengths_and_names(adapter):
     assert len({fingerprint(made), *map(fingerprint, others)}) == 4
 
 
+def test_the_fingerprint_holds_types_and_shapes(adapter):
+    """Equal bytes, told apart: as [2, 3] and [3, 2], as one integer and two floats a token, as zeros of either."""
+
+    def mark(routed: torch.Tensor) -> int:
+        return fingerprint(batch(adapter, [dataclasses.replace(sample(4, 1), fields=fields | {"routed": routed})]))
+
+    fields = sample(4, 1).fields
+    draw = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    pairs = draw[:, :2].contiguous()
+    integers = pairs.t().contiguous().view(torch.int64).view(-1)  # what the column [2, 4] holds
+    assert mark(draw.view(4, 2, 3)) != mark(draw.view(4, 3, 2))
+    assert mark(pairs) != mark(integers)
+    assert mark(torch.zeros(4).long()) != mark(torch.zeros(4, 2))
+    assert mark(pairs) == mark(pairs.clone())
+
+
 def test_the_fingerprint_holds_media(adapter):
     made = batch(adapter, [sample(5, 1)])
     pixels = np.zeros((4, 4, 3), np.uint8)

@@ -113,10 +113,13 @@ def _field(name: str, samples: Sequence[Sample], lengths: Sequence[int], spec: F
 
 
 def fingerprint(batch: Batch) -> int:
-    """CRC of what every rank must hold alike: lengths, ids, targets, masks, weights, fields and media, in order."""
+    """CRC of what every rank must hold alike: lengths, ids, targets, masks, weights, fields and media, in order; of each stream
+    its name, dtype and shape too."""
     crc = zlib.crc32(np.asarray(batch.lengths, np.int64))
     for name in sorted(batch.columns.keys() - {"token"}):  # token: numbers that the lengths give
-        crc = zlib.crc32(batch.columns[name].numpy(), zlib.crc32(name.encode(), crc))
+        values = batch.columns[name]
+        crc = zlib.crc32(f"{name} {values.dtype} {list(values.shape)}".encode(), crc)
+        crc = zlib.crc32(values.numpy(), crc)
     for sample in batch.samples:
         for item in sample.media:
             crc = zlib.crc32(_mark(item).encode(), crc)
