@@ -91,3 +91,19 @@ def test_the_longest_figures_stay_whole(capsys, width) -> None:
     words = said.split()
     assert all(word in words for cells in LONG.values() for cell in cells for word in cell.split())
     assert all(part in said for part in name.replace(" ", "-").split("-"))
+
+
+@pytest.mark.parametrize("width", [30, 80])
+def test_a_wrapped_name_does_not_look_like_the_next_row(capsys, width) -> None:
+    """Only a row's first line begins at the left. Its pieces, indented, are the name."""
+    names = ["dp128-cp8-tp8-pp16-vpp2-ep128-sp-ulysses-contiguous dynamic", "dp2"] * 2
+    figures = {header: cells * len(names) for header, cells in LONG.items()}
+    plan_text.print_table(Console(width=width), "title", names, figures)
+    rows = capsys.readouterr().out.splitlines()
+    rows = rows[max(number for number, line in enumerate(rows) if "\u2500" in line or "---" in line) + 1 :]
+    left = [line for line in rows if line and not line.startswith(" ")]
+    assert len(left) == len(names) and all(line.split()[0] in name for line, name in zip(left, names, strict=True))
+    wrapped = [line for line in rows if line.startswith("  ") and line[2:3].strip()]
+    assert wrapped and "".join(line.split()[0] for line in (left[0], *wrapped[: len(wrapped) // 2])) == names[
+        0
+    ].replace(" ", "")

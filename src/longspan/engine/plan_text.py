@@ -17,7 +17,8 @@ from longspan.engine.advice import Candidate, Request
 __all__ = ["print_plan"]
 
 SHOWN = 8  # candidates of a search in the table
-LEAST = 12  # columns of a layout's name: its longest word, "contiguous", and a hyphen
+INDENT = "  "  # of what follows a name's first line
+LEAST = 13  # columns of a layout's name: the indent, its longest word, "contiguous", and a hyphen
 GAP = 2  # columns between columns
 
 
@@ -51,7 +52,7 @@ def print_table(console: Console, title: str, names: Sequence[str], figures: dic
     for column in ("layout", *figures):
         table.add_column(column, no_wrap=True)
     for name, *cells in zip(names, *figures.values(), strict=True):
-        table.add_row(textwrap.fill(name, room), *cells)
+        table.add_row(textwrap.fill(name, room, subsequent_indent=INDENT), *cells)
     Console(width=max(console.width, needed + LEAST)).print(table)
 
 
