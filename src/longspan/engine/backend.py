@@ -41,7 +41,6 @@ class MicroStep:
     media: MediaShard | None  # None: no rank has media in this micro-step
     context: Context
     needed: Tensor  # [T_local] bool CPU: tokens whose log-prob anything reads
-    segment: Tensor  # [T_local] int64 on the device: which sample of the row
     drafted: Tensor | None = None  # [k, T_local] bool CPU: tokens whose MTP log-probs anything reads
     teacher: TeacherHead | None = None  # a second engine's side of these tokens
     reduces: bool = True  # gradients that wait since the last sum over ranks are summed after this micro-step

@@ -65,7 +65,7 @@ class Train:
         fields = Fields.from_streams({name: streams[name] for name in self.fields}, dtype)
         weights = {term.name: streams[WEIGHT + term.name] for term in objective.token_terms}
         info = step.context.info
-        segments = Segments(step.segment, len(info.cu_seqlens) - 1, streams["needed"], info.group)
+        segments = Segments(step.shard.segment, len(info.cu_seqlens) - 1, streams["needed"], info.group)
         asked = head_arguments(head, step, entropy=objective.needs_entropy, topk=objective.needs_topk)
         taught = {"teacher": step.teacher, "direction": objective.teacher_direction}
         if objective.one_pass:  # the loss and its gradients formed inside the head: a matmul less

@@ -61,7 +61,6 @@ class StepBuilder:
                 media,
                 self._context(piece, keep),
                 needed=stream.fields["needed"].index_select(0, piece.info.index),
-                segment=piece.segment,
                 drafted=stream.fields["mtp_needed"][:, piece.info.index] if "mtp_needed" in stream.fields else None,
             )
 
@@ -69,7 +68,7 @@ class StepBuilder:
         tensors = [batch.tensors[sample] for sample in row.samples]
         if "media_row" in batch.declared:
             tensors = offset_media_rows(tensors, [sum(batch.media_tokens[sample]) for sample in row.samples])
-        pinned = self.mesh.device.type == "cuda"
+        pinned = self.mesh.device.type == "cuda" and row.size == 1  # else a rank's part is pinned as it is sent
         return pack(row, tensors, batch.declared, self.mesh.layout.index, pinned=pinned)
 
     def _media(self, batch: Batch, row: Row, stream: Stream, info: SeqInfo) -> MediaShard:

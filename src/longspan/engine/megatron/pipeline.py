@@ -176,7 +176,7 @@ class Passage:
         arrival = None
         if not alone:
             with explain_out_of_memory(step, trains=self.program.trains):
-                into = torch.empty(stage.shape_between(step), dtype=stage.shape.dtype, device=step.segment.device)
+                into = torch.empty(stage.shape_between(step), dtype=stage.shape.dtype, device=step.shard.segment.device)
             arrival = Arrival(into, _started(dist.irecv(into, group.ranks[source], group=group.group)))
         self.posted.append((move, arrival))
 
