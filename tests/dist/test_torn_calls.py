@@ -5,6 +5,7 @@ An image whose file is cut off has a size, so it is found only when its micro-st
 
 import re
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import PIL.Image
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from longspan import SGD, Engine, EngineConfig, Image, Objective, Sample, launch
 from longspan.engine.fsdp import backend as backend_module
-from longspan.errors import UserError
+from longspan.errors import LongspanError, UserError
 from longspan.layout import parse_layout
 
 IMAGE, START, END = 93, 95, 96  # ids of tiny:qwen3_vl
@@ -110,6 +111,64 @@ def test_every_rank_hears_of_a_file_that_one_rank_cannot_read(tmp_path, ranks):
     told = launch(alone, str(picture), str(broken), str(tmp_path / "gone.png"), ranks=ranks, timeout_s=100)
     for rank, (first, second) in enumerate(told):
         assert re.search(r"reading media failed on rank 0: .*exif\.jpg cannot be decoded", first), (rank, first)
-        assert "gone.png does not exist" in second and (rank == 0 or "rank 0 does not take these samples" in second), (
-            second
-        )
+        assert "gone.png does not exist" in second and (rank == 0 or "rank 0 refuses this call" in second), second
+
+
+def bad_calls(engine, last):
+    """(call, what is wrong with it) of the last rank, where `last`; of the others calls in which nothing is wrong."""
+    ids = list(range(5, 12))
+    good = [Sample(ids, ids, [1] * 7, {"advantage": [0.5] * 7})]
+    bare, objective = [Sample(ids, ids, [1] * 7)], Objective("reinforce")
+    needy = Objective("reinforce", value=0.5) if last else objective
+    trains = {
+        "no field 'advantage'|lacks": lambda: engine.forward_backward(bare if last else good, objective),
+        "the batch has no samples": lambda: engine.forward_backward([] if last else good, objective),
+        "trains values": lambda: engine.forward_backward(good, needy),
+        "are unknown": lambda: engine.forward(good, outputs=("loss",) if last else ("logprob",)),
+        "needs EngineConfig": lambda: engine.forward(good, outputs=("value",) if last else ("logprob",)),
+        "topk=3 goes with": lambda: engine.forward(good, topk=3 if last else None),
+    }
+    return good, objective, trains
+
+
+def told(folder):
+    """Of each bad call what this rank is told and in how many seconds; and whether the next good call is as ever."""
+    ranks = dist.get_world_size()
+    last = dist.get_rank() == ranks - 1
+    engine = Engine.build(EngineConfig("tiny:qwen3", layout=parse_layout(f"dp{ranks}"), dtype="float64"))
+    good, objective, calls = bad_calls(engine, last)
+    engine.forward_backward(good, objective)
+    want, found = engine.gradients(), []
+    engine.clear_gradients()
+
+    def attempt(call):
+        start = perf_counter()
+        with pytest.raises(LongspanError) as caught:
+            call()
+        found.append((str(caught.value), perf_counter() - start))
+
+    for call in calls.values():
+        attempt(call)
+        engine.forward_backward(good, objective)
+        assert all(torch.equal(value, want[name]) for name, value in engine.gradients().items())
+        engine.clear_gradients()
+    engine.forward_backward(good, objective)
+    engine.torn = last  # as no call leaves it: on one rank alone
+    attempt(lambda: engine.forward_backward(good, objective))
+    attempt(lambda: engine.optim_step(SGD(lr=0.1)))
+    engine.clear_gradients()
+    engine.torn = last
+    attempt(lambda: engine.save(folder))
+    engine.clear_gradients()
+    engine.forward_backward(good, objective)
+    engine.optim_step(SGD(lr=0.1))
+    engine.save(folder)
+    return [*calls, *["stopped half-way"] * 2, "would lose the gradients"], found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_hears_of_a_call_that_one_rank_refuses(tmp_path, ranks):
+    for rank, (wanted, found) in enumerate(launch(told, tmp_path / "run", ranks=ranks, timeout_s=60)):
+        for part, (said, seconds) in zip(wanted, found, strict=True):
+            assert re.search(part, said) and seconds < 10, (rank, part, said, seconds)
+            assert (f"rank {ranks - 1}" in said) == (rank < ranks - 1), (rank, said)

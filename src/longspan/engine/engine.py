@@ -136,10 +136,10 @@ class Engine:
         that is cut off, no memory) only clear_gradients() or load() goes on; under pp > 1 only after files that cannot be read:
         after any other failure both refuse, and the run starts anew.
         """
-        self._check_whole()
-        objective = self._check(samples, objective, teacher)
         started = self._start()
         with telling(self.mesh):
+            self._check_whole()
+            objective = self._check(samples, objective, teacher)
             weights = token_weights(
                 samples, objective, normalise, denominator=denominator, by_adapter=self.config.lora is not None
             )
@@ -169,17 +169,8 @@ class Engine:
         layers, k], and "teacher_ids", "teacher_logprob" [L, topk]: this model's `topk` likeliest next tokens, as "distill_topk"
         reads them. Tokens outside the mask have a placeholder target: what the head says of them is 0.
         """
-        unknown = [name for name in outputs if name not in OUTPUTS]
-        if unknown:
-            raise UserError(f"outputs={unknown} are unknown. Use some of {OUTPUTS}")
-        if "value" in outputs and not self.config.value_head:
-            raise UserError("outputs=('value',) needs EngineConfig(value_head=True)")
-        if ROUTES in outputs and self.experts is None:
-            raise UserError(
-                f"outputs=({ROUTES!r},) needs a mixture-of-experts model; {self.config.model} has no experts"
-            )
-        self._check_topk(topk, outputs)
         with telling(self.mesh):
+            self._check_outputs(outputs, topk)
             batch = self._admit(samples, (), {})
             plan = self.planner.plan(batch)
             mark = self._mark(batch)
@@ -224,9 +215,11 @@ class Engine:
         With gradients of zero this is still a step: weight decay applies and moments decay. Raises UserError if nothing was
         accumulated or the norm is not finite, RankError if ranks pass different settings; weights are unchanged then.
         """
-        self._check_whole()
         started = self._start()
+        with telling(self.mesh):
+            self._check_whole()
         said = self.mesh.gather_objects((settings, adapter))
+        hear(said)
         for rank, theirs in enumerate(said):
             if theirs != said[0]:
                 raise RankError(
@@ -242,10 +235,11 @@ class Engine:
 
         Raises CheckpointError on every rank if any rank could not write (a full disk, say); `path` then holds what it held.
         """
-        if self.torn or self.backend.has_gradients():
-            raise UserError(
-                "save between forward_backward and optim_step would lose the gradients. Step or clear_gradients() first"
-            )
+        with telling(self.mesh):
+            if self.torn or self.backend.has_gradients():
+                raise UserError(
+                    "save between forward_backward and optim_step would lose the gradients. Step or clear_gradients() first"
+                )
 
         def write(folder: Path) -> None:
             self.backend.save(folder)
@@ -313,7 +307,16 @@ class Engine:
         objective.check(samples)
         return objective
 
-    def _check_topk(self, topk: int | None, outputs: Sequence[str]) -> None:
+    def _check_outputs(self, outputs: Sequence[str], topk: int | None) -> None:
+        unknown = [name for name in outputs if name not in OUTPUTS]
+        if unknown:
+            raise UserError(f"outputs={unknown} are unknown. Use some of {OUTPUTS}")
+        if "value" in outputs and not self.config.value_head:
+            raise UserError("outputs=('value',) needs EngineConfig(value_head=True)")
+        if ROUTES in outputs and self.experts is None:
+            raise UserError(
+                f"outputs=({ROUTES!r},) needs a mixture-of-experts model; {self.config.model} has no experts"
+            )
         asked = [name for name in outputs if name in TEACHER]
         if bool(asked) != (topk is not None):
             raise UserError(
@@ -393,9 +396,7 @@ class Engine:
         Returns each rank's `room`: they all decide from the same."""
         mine = (mark, len(plan.micro_steps), sum(batch.lengths), hash(plan))
         said = self.mesh.gather_objects((mine, settings, room))
-        for rank, each in enumerate(said):
-            if isinstance(each, str):
-                raise UserError(f"rank {rank} does not take these samples: {each}")
+        hear(said)
         for rank, (theirs, asked, _) in enumerate(said):
             if theirs != said[0][0]:
                 raise RankError(
@@ -417,6 +418,13 @@ class Engine:
         seconds = perf_counter() - started
         report = {"time/forward_backward_s": seconds, "mem/peak_gib": peak_gib()}
         return report | traffic.report() | self.planner.observe(expected, seconds)
+
+
+def hear(said: Sequence[object]) -> None:
+    """Raises where a rank told its failure in the place of what it had to pass (checkpoint.telling)."""
+    for rank, each in enumerate(said):
+        if isinstance(each, str):
+            raise UserError(f"rank {rank} refuses this call: {each}")
 
 
 def settings_of(objective: Objective) -> str:
