@@ -115,6 +115,28 @@ def test_auto_budget_is_what_the_memory_model_says():
     assert "0.5 GiB a GPU are too little for this model on 1 ranks" in refusal and "Use at least" in refusal
 
 
+def shares():
+    """Memory models made over calls whose shares of visual tokens differ a little, and those shares."""
+    made, real, seen = [], planning.memory_model, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "memory_model", lambda *given: made.append(given[-1]) or real(*given))
+        engine = Engine.build(EngineConfig(model="tiny:qwen3_vl"))
+    planner, engine.planner.room_gib = engine.planner, 1.2  # as a GPU would say
+    for length in (90, 100, 110):
+        admitted = engine._admit(batch((length,)), (), {})
+        admitted = dataclasses.replace(admitted, media_tokens=((4,),))
+        plan = planner.plan(admitted)
+        assert planner.expect(admitted, plan).peak_gib == engine.reductions._peak_gib(admitted, plan.micro_steps[0][0])
+        seen.append(4 / length)
+    return made, seen
+
+
+def test_a_memory_model_is_made_once_for_all_shares_that_are_rounded_alike():
+    made, seen = launch(shares, ranks=1, timeout_s=60)[0]
+    assert len(set(seen)) == 3 and made == [3 / 64], "every parameter is counted for each"
+    assert all(2 / 64 < share <= 3 / 64 for share in seen)
+
+
 def travels():
     """The engine's travel as it is here, and as GPUs that reach each other would have it; what a call says of its memory then."""
     settings = {"model": "tiny:qwen3", "max_tokens_per_rank": 40}

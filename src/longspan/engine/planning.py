@@ -7,13 +7,14 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import numpy as np
 
 from longspan.data import Limits, Plan, fullest_row, lower_bound, make_plan, makespan, row_times
 from longspan.data.cost import CostModel
 from longspan.data.machine import Machine
+from longspan.data.memory import MemoryModel
 from longspan.data.plan import Cost, default_cost
 from longspan.data.planner import few_sizes
 from longspan.data.shape import ModelShape
@@ -37,7 +38,7 @@ __all__ = ["Expected", "Planner", "cp_sizes", "heads_per_rank", "mixer_choice"]
 log = logging.getLogger("longspan.plan")
 
 CPU_BUDGET = 8192  # tokens a rank under max_tokens_per_rank="auto" without a GPU: small models, host memory
-SHARES = 64  # steps in which the share of visual tokens is rounded up: a budget is searched once for each
+SHARES = 64  # steps in which the share of visual tokens is rounded up: a model and a budget are made once for each
 MACHINE = "h200"  # whose constants rank mixers and plans where none are named: only their ratios matter then
 
 
@@ -72,11 +73,9 @@ class Planner:
         on_gpu = mesh.device.type == "cuda"
         named = MACHINE if config.machine == "auto" and on_gpu else config.machine
         self.model = None if named == "auto" else _cost_model(self.shape, config, self.layout, self.ranks, named)
-        # by the share of visual tokens; kept, because it counts every parameter
         self.travel = _travel(mesh, self.sizes)
-        self.memory_of = lru_cache(SHARES)(
-            partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device, self.travel)
-        )
+        # kept, because it counts every parameter
+        self._memory = cache(partial(memory_model, self.shape, config, adapter, self.ranks, mesh.device, self.travel))
         self.buffers_gib = 0.0  # that calls so far have made, outside the allocator
         room = device_gib(mesh.device)
         self.room_gib = None if room is None else min(mesh.gather_objects(room))  # GPUs need not be equal
@@ -93,7 +92,7 @@ class Planner:
         An explicit budget is hard."""
         budget = self.budget
         if budget == "auto" and self.room_gib is not None:
-            share = math.ceil(visual_share * SHARES) / SHARES
+            share = _rounded(visual_share)
             if share not in self._budgets:
                 self._budgets[share] = self.memory_of(share).budget(self.room_gib, size=self.layout.cp)
             budget = self._budgets[share]
@@ -101,6 +100,10 @@ class Planner:
             size = self.layout.cp if self.sizes is None else max(self.sizes)
             budget = max(CPU_BUDGET, -(-max(lengths) // (2 * size)) * 2)
         return Limits(self.ranks, self.layout.cp, budget, self.layout.index, self.sizes)
+
+    def memory_of(self, visual_share: float) -> MemoryModel | StageMemory:
+        """The memory model of tokens of which such a share is visual, rounded up."""
+        return self._memory(_rounded(visual_share))
 
     def plan(self, batch: Batch) -> Plan:
         self._before = signals()
@@ -200,6 +203,11 @@ class Planner:
         trained = int(batch.columns["needed"].sum()) / total
         visual = sum(map(sum, batch.media_tokens)) / total
         return replace(self.model, trained_share=trained, visual_share=visual)
+
+
+def _rounded(visual_share: float) -> float:
+    """Up to the next of SHARES steps."""
+    return math.ceil(visual_share * SHARES) / SHARES
 
 
 def _travel(mesh: Mesh, sizes: tuple[int, ...] | None) -> Travel:

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from longspan.data import Plan, Row, row_tokens
-from longspan.data.memory import CONTEXT_GIB, GIB, ROOM, MemoryModel
-from longspan.data.stage_memory import StageMemory
+from longspan.data.memory import CONTEXT_GIB, GIB, ROOM
 from longspan.engine.backend import Backend, MicroStep
 from longspan.engine.batch import Batch
 from longspan.engine.memory import used_gib
-from longspan.engine.planning import SHARES, Planner
+from longspan.engine.planning import Planner
 
 __all__ = ["Reductions", "Room", "Traffic", "marked"]
 
@@ -54,7 +53,6 @@ class Reductions:
     def __init__(self, planner: Planner, backend: Backend, device: torch.device) -> None:
         self.planner, self.backend, self.device = planner, backend, device
         self._said: set[str] = set()
-        self._models: dict[float, MemoryModel | StageMemory] = {}  # by the share of visual tokens
 
     def room(self, batch: Batch, plan: Plan) -> Room | None:
         """This rank's, now; None where nothing is decided. Whatever the device holds beside this engine and a context is others':
@@ -108,10 +106,8 @@ class Reductions:
         assert index != "auto", "a mesh's layout is resolved"
         lengths = [batch.lengths[sample] for sample in row.samples]
         visual = sum(sum(batch.media_tokens[sample]) for sample in row.samples)
-        share = math.ceil(visual / sum(lengths) * SHARES) / SHARES
-        if share not in self._models:
-            self._models[share] = self.planner.memory_of(share)
-        return self._models[share].peak(row_tokens(lengths, row.size, index), row.size) / GIB
+        model = self.planner.memory_of(visual / sum(lengths))
+        return model.peak(row_tokens(lengths, row.size, index), row.size) / GIB
 
 
 def marked(steps: Iterable[MicroStep], plan: Plan, traffic: Traffic) -> Iterator[MicroStep]:
