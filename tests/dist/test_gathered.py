@@ -4,12 +4,11 @@ over the replicas of theirs; rows that no rank count divides, and ranks without 
 Made without DTensor's `full_tensor`, which is refused here. Controls: parts of either axis put together in the wrong order.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from swap import replaced
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -59,16 +58,6 @@ def cut(whole: Tensor, layout: str) -> DTensor:
         axis = mesh.expert_mesh["replica"]
     fully_shard(module, mesh=axis)
     return module.weight
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def backwards(neighbours: bool) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
+from swap import replaced
 
 from longspan import AdamW, Engine, EngineConfig, Objective, launch
 from longspan.data.memory import CONTEXT_GIB, GIB, ROOM
@@ -40,16 +41,6 @@ SUM, GATHER = (
     ("reduce_scatter_single", "all_gather_single") if NEW else ("reduce_scatter_tensor", "all_gather_into_tensor")
 )
 TEXT, IMAGES, EXPERTS = "tiny:qwen3", "tiny:qwen3_vl", "tiny:qwen3_moe"
-
-
-@contextmanager
-def replaced(owner, name, value):
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 class Sums:
