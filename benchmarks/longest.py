@@ -4,9 +4,9 @@
     python benchmarks/longest.py --only 524288/tiled              # one step of 512k tokens, MLPs in tiles, nothing on the host
     python benchmarks/longest.py --only 65536                     # what each of tiles and offload saves, at a length that takes seconds
 
-Policy full, layers compiled. A case is one engine: a step of 4,096 tokens first (kernels, gradients and moments exist then), then
-one forward_backward and one optim_step of one row. `activations`: the allocator's peak during forward_backward minus what was
-allocated before it; `peak`: the whole. `predicted`: data/memory.py, minus what tiles take off the layer in it. `host`: growth of the
+Policy full, layers compiled. A case is one engine: a step of 4,096 tokens first (kernels and moments exist then), then one forward_backward
+and one optim_step of one row. `activations`: the allocator's peak during forward_backward minus what was allocated before it; `peak`: the
+whole. `predicted`: data/memory.py without the gradients, which the planner counts since later micro-steps have them. `host`: growth of the
 process's resident memory. A very long row needs minutes: attention grows with L^2 (a layer of 64k: 98 ms, 26 of them run twice).
 """
 
@@ -67,12 +67,12 @@ def settings_of(case: Case, smoke: bool) -> EngineConfig:
 
 
 def predicted_gib(case: Case) -> float:
-    """Peak of the memory model for the real shape."""
+    """The memory model's peak for the real shape, less the gradients: a step of one micro-step has none when activations peak."""
     config = settings_of(case, False)
     shape = ModelShape.from_config(config_of("qwen3-1.7b", False).to_dict())
-    model = MemoryModel(shape, 1, config.recompute, config.offload)
-    tiles = max(0, case.length - config.mlp_tile) if config.mlp_tile else 0
-    return (model.peak(case.length) - tiles * 5 * shape.mlp * 2 * (1 + model.slack)) / GIB
+    model = MemoryModel(shape, 1, config.recompute, config.offload, compile=True, mlp_tile=config.mlp_tile)
+    parts = model.parts(case.length)
+    return (sum(parts.values()) - parts["gradients"]) / GIB
 
 
 def build(config: EngineConfig, smoke: bool) -> Engine:

@@ -185,6 +185,18 @@ def test_measured_peaks_of_an_h200(shape, tokens, settings, gib):
     assert gib <= MemoryModel(shape, 1, **settings).peak(tokens) / GIB <= 1.04 * gib
 
 
+def test_measured_peaks_of_tiled_rows():
+    """benchmarks/results/longest.json and docs/log.md: steps of one micro-step, which has no gradients when activations peak. Control:
+    layers that hold their MLPs whole."""
+
+    def said(tokens, tile):
+        model = MemoryModel(QWEN3, 1, "full", compile=True, mlp_tile=tile)
+        return (model.peak(tokens) - model.parts(tokens)["gradients"]) / GIB
+
+    assert 104.0 <= said(524288, 16384) <= 1.04 * 104.0 and 32.12 <= said(65536, 16384) <= 1.04 * 32.12
+    assert said(524288, 0) > 1.1 * 104.0
+
+
 def test_too_little_memory_says_what_would_do():
     with pytest.raises(UserError, match=r"20\.0 GiB a GPU are too little.*Use at least .* GiB, or at least \d+ ranks"):
         MemoryModel(QWEN3, 1).budget(20)

@@ -68,12 +68,20 @@ class Activations:
         chunks = self.chunks() if self.plain_delta and shape.linear_layers else 0.0
         ahead = self._ahead(recompute, size)
         if self.compile and not shape.experts:
-            again = max(self.compiled_layers("selective", size)) + 2 * shape.mlp * b if recompute == "full" else 0.0
+            mlp = 0 if self.tiled else shape.mlp * b
+            again = max(self.compiled_layers("selective", size)) if recompute == "full" else 0.0
             # gate and up are there or made again; product and its gradient, then gate's and up's in their place
-            wide = 6 if recompute == "selective" else 2
-            return again + (wide * shape.mlp + 2 * shape.hidden) * b + chunks + ahead
+            wide = {"full": 4, "selective": 6, "none": 2}[recompute] * mlp + 2 * shape.hidden * b
+            freed = 2 * mlp if recompute == "none" else 0  # gate and up, by the time that attention's backward runs
+            return again + max(wide, self._attention_gradients() - freed) + chunks + ahead
         again = max(self.layers(size), default=0.0) if recompute != "none" else 0.0
         return again + self._gradients() + chunks + ahead
+
+    def _attention_gradients(self) -> float:
+        """Of out, q, k and v, and what flash kernels add up of the last three in fp32. MLPs need more unless they run in tiles."""
+        shape, b = self.shape, self.bytes_per_value
+        widths = shape.heads + 2 * shape.kv_heads
+        return float(shape.head_dim * ((shape.heads + widths) * b + widths * max(4, b)))
 
     def chunks(self) -> float:
         """Plain DeltaNet's backward runs its rule again in fp32: matrices between the tokens of a chunk, and vectors."""
