@@ -106,7 +106,8 @@ def launch(
 
     fn: any callable, closures included (it travels by cloudpickle); what it returns must pickle.
     timeout_s: seconds for the whole run; after it every rank is stopped and the ones still running are named with their stacks.
-    device: "auto" (CUDA where every rank has a GPU, else CPU), "cpu", "cuda" or "shared": more ranks than GPUs, to check a layout.
+    device: "auto" (CUDA where every rank has a GPU, else CPU), "cpu", "cuda" or "shared": more ranks than GPUs, to check a layout of
+        backend="fsdp".
     Raises UserError for a bad number of ranks or seconds; the rank's own error where it is one of ours; RankError for any other failure.
     """
     if ranks < 1:

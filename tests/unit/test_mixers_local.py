@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from longspan.errors import UserError
 from longspan.layout import CPGroup, Layout, make_seqinfo
 from longspan.layout.resolve import ulysses_refusal
-from longspan.mixers import MIXERS, AttentionCache, Local, Ulysses, make_mixer, naive, packed_attention
+from longspan.mixers import MIXERS, AttentionCache, Hybrid, Local, Ring, Ulysses, make_mixer, naive, packed_attention
 from longspan.mixers.kernels import Block, Kernel
 from longspan.mixers.kernels.reference import Reference
 from longspan.mixers.kernels.sdpa import Sdpa
 from longspan.mixers.ulysses import kv_heads_by_rank
+from longspan.mixers.ulysses_overlap import OverlappedUlysses, keep_output
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 1, 17, 2, 3]
@@ -57,6 +59,14 @@ def places(lengths: list[int]) -> dict[str, Tensor]:
         "segment": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         "position": torch.cat([torch.arange(length) for length in lengths]),
     }
+
+
+def test_a_hybrid_travels_as_its_parts_do() -> None:
+    """Control: what it has without a transport of the machine's."""
+    layout, transport = Layout(cp=4, mixer="hybrid", ulysses=2), SimpleNamespace(blocking=False)
+    mixer = make_mixer(layout, transport, lean=True)
+    assert mixer == Hybrid(2, OverlappedUlysses(transport, keep=keep_output), Ring(transport))
+    assert make_mixer(layout).swap == Ulysses() and make_mixer(layout).ring != mixer.ring
 
 
 @pytest.mark.parametrize("name", sorted(MIXERS))

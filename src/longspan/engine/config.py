@@ -40,7 +40,8 @@ class EngineConfig:
     kernel: attention kernel, "auto" or one of longspan.mixers.kernels' names. compile: torch.compile each layer
         (raises torch._dynamo's recompile_limit of this process to 64).
     deterministic: attention's backward adds in a fixed order, so that it repeats its bits on GPUs (flash4, 64k row: 615 -> 508 TFLOP/s),
-        and compiled layers take their tiles by rule, not by timing.
+        and compiled layers take their tiles by rule, not by timing (timed, a resumed run repeats its bits only beside the same
+        inductor cache).
     mlp_tile: tokens of a tile; rows longer than it run their MLPs tile by tile, forward and backward. 0: whole rows.
     """
 

@@ -42,11 +42,14 @@ def symmetric_refusal(group: CPGroup, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"symmetric memory needs CUDA devices, got {device.type}"
     found: list[Any] = [None] * group.size
-    dist.all_gather_object(found, (socket.gethostname(), device.index), group=group.group)
-    if len({host for host, _ in found}) > 1:
+    me = socket.gethostname(), device.index, str(torch.cuda.get_device_properties(device).uuid)
+    dist.all_gather_object(found, me, group=group.group)
+    if len({host for host, *_ in found}) > 1:
         return "the ranks are on several hosts"
-    peers = {index for _, index in found} - {device.index}  # ranks may share a GPU (launch.py)
-    reached = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
+    peers = {(index, gpu) for _, index, gpu in found} - {
+        me[1:]
+    }  # ranks may share a GPU (launch.py), not its number alone
+    reached = all(index != device.index and torch.cuda.can_device_access_peer(device, index) for index, _ in peers)
     answers: list[Any] = [None] * group.size
     dist.all_gather_object(answers, reached, group=group.group)
     return None if all(answers) else "the GPUs cannot reach each other's memory"

@@ -127,14 +127,14 @@ def deal(x: Tensor, slots: tuple[int, ...]) -> Tensor:
 
 
 def collect(grad: Tensor, slots: tuple[int, ...], kv_heads: int) -> Tensor:
-    """[T, slots, D] -> [T, H_kv, D]: the sum over the copies of each head (f32 inside), in slot order."""
+    """[T, slots, D] -> [T, H_kv, D]: the sum over the copies of each head (f32 inside), in slot order; heads first in memory."""
     if slots == tuple(range(kv_heads)):
         return grad
     parts = []
     for head in range(kv_heads):
         first = slots.index(head)
         parts.append(grad[:, first : first + slots.count(head)].sum(1))
-    return torch.stack(parts, 1)
+    return torch.stack(parts).transpose(0, 1)
 
 
 def _split_heads(xs: tuple[Tensor, ...], size: int) -> Tensor:
@@ -143,9 +143,9 @@ def _split_heads(xs: tuple[Tensor, ...], size: int) -> Tensor:
 
 
 def _join_heads(x: Tensor, widths: list[int], dims: list[int]) -> list[Tensor]:
-    """[N, T, sum of h * D] -> each [T, N * h, D]."""
-    parts = x.movedim(0, 1).split(widths, -1)  # [T, N, h * D]
-    return [part.unflatten(-1, (-1, dim)).flatten(1, 2) for part, dim in zip(parts, dims, strict=True)]
+    """[N, T, sum of h * D] -> each [T, N * h, D], heads first in memory (kernels.heads_first)."""
+    parts = [part.unflatten(-1, (-1, dim)) for part, dim in zip(x.split(widths, -1), dims, strict=True)]
+    return [part.movedim(2, 1).flatten(0, 1).contiguous().transpose(0, 1) for part in parts]  # of [N, T, h, D]
 
 
 def _reorder(x: Tensor, order: Tensor | None) -> Tensor:

@@ -321,8 +321,9 @@ def _gathered(tensor: DTensor) -> Tensor:
     by a corrupt heap (torch 2.13, docs/log.md). Rows were cut over the last axis of the mesh first (policy.shard_policy: experts
     over ep, then over the replicas of theirs), so they are joined over the first axis first."""
     mesh, whole = tensor.device_mesh, tensor.to_local()
-    plain = [type(place) is Shard for place in tensor.placements]  # else a cut of what a later axis had cut already
-    assert plain == [False] * (mesh.ndim - 1) + [True], tensor.placements  # by type: older torch calls both cuts equal
+    # by type, since older torch calls both cuts equal: else a cut of what a later axis had cut already
+    plain = [type(place) is Shard and place.dim == 0 for place in tensor.placements]
+    assert plain == [False] * (mesh.ndim - 1) + [True], tensor.placements
     for axis, size in enumerate(mesh.shape):
         rows = tensor.shape[0] // math.prod(mesh.shape[axis + 1 :])
         padded = torch.cat([whole, whole.new_zeros(-(-rows // size) - len(whole), *whole.shape[1:])])

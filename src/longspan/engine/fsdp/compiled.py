@@ -32,8 +32,9 @@ from longspan.models.adapter import Adapter, tower_blocks
 __all__ = ["KEEPS", "PLAIN", "backend_of", "checkpoint_tower", "compile_keeping", "compile_layers", "keeps_of"]
 
 PLAIN = "plain"  # torch's own partition, of what has a checkpoint around it
-# Compiled q, k and v want gradients that are contiguous as [1, H, T, D], whatever their own strides: what torch does where T is symbolic,
-# and 2.11 always, 2.13 not where T is fixed. Kernels and mixers write them so (kernels/__init__.py); else each is copied.
+# Compiled q, k and v want gradients that are contiguous as [1, H, T, D], and copy what is not. torch 2.13 would want the strides of q, k
+# and v where T is fixed, which it is until a second length comes. FlashAttention 4 and Ulysses write heads first; behind the other
+# kernels, ring and gather each gradient is copied once.
 TANGENTS = {"guess_tangent_strides_as_outputs": False}
 # inductor's choice of tiles: by timing, one step further than by itself (a 64k row's elementwise work 144 -> 128 ms on an H200, about
 # 30 s more at the first call, kept in its cache), or by rule, so that every machine adds in the same order
@@ -61,7 +62,7 @@ def compile_layers(adapter: Adapter, config: EngineConfig) -> None:
     checkpoint_tower(tower)
     for unit in adapter.units():
         policy = config.recompute if alone and unit not in tower else PLAIN
-        unit.compile(backend=backend_of(policy, config.deterministic))
+        unit.compile(backend=backend_of(policy, deterministic=config.deterministic))
 
 
 def checkpoint_tower(blocks: Sequence[nn.Module]) -> None:
@@ -73,9 +74,9 @@ def checkpoint_tower(blocks: Sequence[nn.Module]) -> None:
 
 
 @cache
-def backend_of(policy: str, deterministic: bool = False) -> Callable[..., Any]:
+def backend_of(policy: str, *, deterministic: bool) -> Callable[..., Any]:
     """One object for each: layers of the same shape share their code, those of other engines of the process too."""
-    return partial(compile_keeping, KEEPS.get(policy, {}), FIXED if deterministic else TIMED)
+    return partial(compile_keeping, ({PLAIN: {}} | KEEPS)[policy], FIXED if deterministic else TIMED)
 
 
 def compile_keeping(
