@@ -24,12 +24,12 @@ Why these layouts (docs/megatron.md has the arithmetic):
 
 What `longspan plan` says of these layouts on H200s, a step of 64 rows (lengths, shares and budgets as below; its constants are the
 fsdp backend's, compiled; this backend runs eager, 1.25 to 1.5 times as long on two H200s, docs/planning.md):
-- images_9b: fits, 77 GiB at the peak, 54 of them weights, gradients and moments; 2.3 s, 6 % idle. recompute="none" fits too: 103 GiB,
+- images_9b: fits, 74 GiB at the peak, 54 of them weights, gradients and moments; 2.3 s, 6 % idle. recompute="none" fits too: 101 GiB,
   1.9 s. On these GPUs --engine.backend fsdp with dp=4, cp=2, tp=1 is faster, 1.8 s at 31 GiB (1.4 s without recomputation): tp=2
   is for smaller GPUs and for what FSDP cannot cut.
 - agents_35b: fits, 111 GiB at the peak, which is the optimizer step; 42 s, most of it the experts' exchange: ep=8 with tp=2 between
-  its ranks reaches over 16 GPUs, two nodes. --engine.layout.ep 4 --engine.layout.etp 2 keeps it inside a node: 17 s, 86 GiB. fsdp with dp=8,
-  cp=2: 10 s, 61 GiB.
+  its ranks reaches over 16 GPUs, two nodes. --engine.layout.ep 4 --engine.layout.etp 2 keeps it inside a node: 17 s, 87 GiB. fsdp with dp=8,
+  cp=2: 10 s, 60 GiB.
 
     python -c "import transformers as t; c = t.Qwen3_5Config(architectures=['Qwen3_5ForConditionalGeneration']); c.save_pretrained('9b')"
     longspan plan --model 9b --lengths 1500/12288 --visual-share 0.4 --trained-share 0.5 --layouts dp2-cp2-tp2-sp,dp4-cp2 \\
