@@ -4,6 +4,7 @@ The truth is the array turned by numpy; of formats that lose, PIL's own plain re
 one that does not look behind a PNG's pixels.
 """
 
+import pickle
 import struct
 import zlib
 from pathlib import Path
@@ -77,11 +78,15 @@ def late(path: Path, orientation: int, kind: str) -> Path:
 
 
 def check(path: Path, wanted: np.ndarray) -> None:
-    """As a file, as a PIL image that is not decoded yet, and again when it is."""
+    """As a file, as a PIL image that is not decoded yet, and again when it is; pickled before it was, alone and in a video."""
     with PIL.Image.open(path) as opened:
         for image in (Image(path), Image(opened), Image(opened)):
             assert image.size() == wanted.shape[:2]
             assert np.array_equal(np.asarray(image.load()), wanted)
+    with PIL.Image.open(path) as one, PIL.Image.open(path) as two:
+        image, video = pickle.loads(pickle.dumps((Image(one), Video([two], timestamps=(0.5,)))))
+        assert image.size() == video.size() == wanted.shape[:2] and video.timestamps == (0.5,)
+        assert np.array_equal(np.asarray(image.load()), wanted) and np.array_equal(video.load()[0], wanted)
 
 
 @pytest.mark.parametrize("orientation", TURNS)

@@ -57,13 +57,17 @@ class Image:
         elif not isinstance(self.source, str | os.PathLike | PIL.Image.Image):
             raise UserError(f"Image got a {type(self.source).__name__}. Give a path, a PIL image, or pixels [H, W, 3].")
 
+    def __getstate__(self) -> list[object]:
+        _decode_in_memory(self.source)
+        return [self.source, self._key]
+
     def size(self) -> tuple[int, int]:
         """(height, width); a file's header is all that is read."""
         if isinstance(self.source, np.ndarray | Tensor):
             return int(self.source.shape[0]), int(self.source.shape[1])
         if isinstance(self.source, PIL.Image.Image):  # its pixels are decoded on every rank anyway, for its key
+            _decode_in_memory(self.source)
             with _LAZY, _readable("a PIL image"):
-                _decode(self.source)
                 return _upright_size(self.source.size, self.source.getexif())
         with _open(Path(self.source)) as image, _readable(f"image file {self.source}"):
             return _upright_size(_written_size(image), _exif(image))
@@ -122,6 +126,11 @@ class Video:
             raise UserError(
                 f"Video has {self.num_frames()} frames and {len(stamps)} timestamps. Give one timestamp a frame."
             )
+
+    def __getstate__(self) -> list[object]:
+        for frame in self.source if isinstance(self.source, tuple) else ():
+            _decode_in_memory(frame)
+        return [self.source, self.timestamps]
 
     def frames(self) -> tuple[Image, ...]:
         """The frames as references."""
@@ -188,6 +197,13 @@ def _decode(image: PIL.Image.Image) -> None:
         image.load()
     finally:
         image.filename = name
+
+
+def _decode_in_memory(source: ImageSource) -> None:
+    """A PIL image decodes itself where it is pickled too, so it is decoded before."""
+    if isinstance(source, PIL.Image.Image):
+        with _LAZY, _readable("a PIL image"):
+            _decode(source)
 
 
 def _upright(image: PIL.Image.Image) -> PIL.Image.Image:
