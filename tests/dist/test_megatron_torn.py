@@ -102,9 +102,8 @@ def short_of_memory():
     """What a rank says whose receive, then whose sums after a backward, find no memory: 4 tokens, a stage by itself."""
     pipeline = importlib.import_module("longspan.engine.megatron.pipeline")  # where megatron-core is installed
     step = SimpleNamespace(
-        shard=SimpleNamespace(lengths=[4], fields={"input_ids": torch.zeros(4)}),
+        shard=SimpleNamespace(lengths=[4], fields={"input_ids": torch.zeros(4)}, segment=torch.zeros(4)),
         context=SimpleNamespace(info=SimpleNamespace(size=1)),
-        segment=torch.zeros(4),
     )
     links = SimpleNamespace(forwards_in=None, backwards_in=None, preceding=0, following=0)
     huge = SimpleNamespace(
