@@ -115,6 +115,7 @@ def launch(
     check_timeout(timeout_s)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
+    _check_device(device)
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")  # CUDA cannot be forked
     context.set_forkserver_preload(PRELOAD)
     folder = Path(tempfile.mkdtemp(prefix="longspan-launch-"))
@@ -280,16 +281,23 @@ def _forward_sigterm(workers: list[Any]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _device(name: str, local_rank: int) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if name not in ("cuda", SHARED) or not torch.cuda.is_available():
+def _check_device(name: str) -> None:
+    """Raises UserError for a device that is not one, or not here."""
+    if name not in ("cpu", "cuda", SHARED):
+        raise UserError(f"device={name!r} is no device of ours. Use 'auto', 'cpu', 'cuda' or {SHARED!r}")
+    if name != "cpu" and not torch.cuda.is_available():
         raise UserError(
             f"device={name!r} is not available here. Use 'cpu', or 'cuda' on a machine with a GPU for each rank "
             f"({SHARED!r}: with a GPU)"
         )
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    _check_device(name)
+    if name == "cpu":
+        return torch.device("cpu")
     if name == SHARED:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     device = torch.device("cuda", local_rank % torch.cuda.device_count() if name == SHARED else local_rank)

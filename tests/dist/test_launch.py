@@ -1,5 +1,6 @@
 """What a launch says of a rank that dies, fails or hangs."""
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -91,10 +92,11 @@ def test_our_own_error_travels_as_it_is() -> None:
         launch(_refuse, ranks=2, timeout_s=60, device="cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("device", ["cuda", "shared", "tpu"])
-def test_a_device_that_is_not_here_is_refused(device: str) -> None:
-    with pytest.raises(UserError, match=f"device='{device}' is not available here"):
+def test_a_device_that_is_not_here_is_refused_before_ranks_start(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(multiprocessing, "get_context", None)
+    with pytest.raises(UserError, match=f"device='{device}' is no"):
         launch(_divide, ranks=2, timeout_s=60, device=device)
 
 
