@@ -1,13 +1,15 @@
 """What lies outside the support matrix is refused at Engine.build, before anything runs, with what is supported instead."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
 
 from longspan import Engine, EngineConfig
 from longspan.errors import UserError
-from longspan.launch import launch
+from longspan.launch import launch, world
 from longspan.layout import parse_layout
 from longspan.models.tiny import tiny
 
@@ -75,3 +77,35 @@ def test_what_is_outside_the_matrix_is_refused_with_what_is_inside(ranks: int, t
     for message, (model, layout, _, part) in zip(told[0], of_size(ranks), strict=True):
         with pytest.raises(UserError, match=part):
             raise UserError(message or f"{model} {layout}")
+
+
+SAME = {"model": "tiny:qwen3", "max_tokens_per_rank": 64}
+DIFFERS = (  # settings of the last rank, what every rank must say
+    ({"seed": 1}, "seed=0 on rank 0 and 1 on rank {last}"),
+    ({"layout": "ring"}, r"layout=.* on rank 0 and .*mixer='ring'.* on rank {last}"),
+    ({"recompute": "full"}, "recompute='selective' on rank 0 and 'full' on rank {last}"),
+    ({"model": "tiny:qwen2"}, "model='tiny:qwen3' on rank 0 and 'tiny:qwen2' on rank {last}"),
+    ({"value_head": True}, "value_head=False on rank 0 and True on rank {last}"),
+)
+
+
+def settings_apart(ranks: int) -> list[str]:
+    found, last = [], world().rank == ranks - 1
+    for differs, _ in DIFFERS:
+        layout = parse_layout(f"cp{ranks}-ring" if last and "layout" in differs else f"cp{ranks}-gather")
+        try:
+            Engine.build(EngineConfig(**(SAME | (differs if last else {}) | {"layout": layout})))
+            found.append("built")
+        except UserError as error:
+            found.append(str(error))
+    alike = {"r": 2, "target_modules": {"q_proj", "v_proj", "down_proj"}}
+    Engine.build(EngineConfig(**(SAME | {"layout": parse_layout(f"dp{ranks}"), "lora": {"a": LoraConfig(**alike)}})))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_with_different_settings_are_told_apart(ranks: int) -> None:
+    """They trained half of one model and half of another, or waited for each other. Control: sets that iterate differently pass."""
+    for messages in launch(settings_apart, ranks, ranks=ranks, timeout_s=60):
+        for message, (_, part) in zip(messages, DIFFERS, strict=True):
+            assert re.search(part.format(last=ranks - 1), message), message

@@ -1,11 +1,13 @@
 """What every backend does alike: to an adapter before it spreads its parameters, to an optimizer, a checkpoint, an export."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.engine.config import EngineConfig
@@ -16,9 +18,23 @@ from longspan.models.lora import adapter_of, merge_weights, write_adapter
 from longspan.models.mtp import mtp_exported
 
 __all__ = [
-    "check_finite", "check_lora", "check_shapes", "empty_settings", "export_weights", "frozen_names", "make_value_head", "owners_of",
-    "pick_adapter", "set_mtp", "use_settings", "zero_slots",
+    "check_finite", "check_lora", "check_same_settings", "check_shapes", "empty_settings", "export_weights", "frozen_names",
+    "make_value_head", "owners_of", "pick_adapter", "set_mtp", "use_settings", "zero_slots",
 ]  # fmt: skip
+
+
+def check_same_settings(config: EngineConfig) -> None:
+    """Raises UserError on every rank where ranks were given different settings: they would train parts of different models, or wait
+    for each other. A model counts by the last part of its name, since machines may keep it in folders of their own. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, dataclasses.replace(config, model=Path(config.model).name))
+    for name in (field.name for field in dataclasses.fields(config)):
+        values = [getattr(other, name) for other in every]
+        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if odd is not None:
+            raise UserError(
+                f"{name}={values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}: give every rank the same EngineConfig"
+            )
 
 
 def make_value_head(adapter: Adapter, seed: int, dtype: torch.dtype) -> nn.Linear:

@@ -21,6 +21,7 @@ from longspan.engine import rng
 from longspan.engine.backend import Backend
 from longspan.engine.batch import Batch, fingerprint, make_batch
 from longspan.engine.checkpoint import publish, telling, verify
+from longspan.engine.common import check_same_settings
 from longspan.engine.config import DTYPES, EngineConfig
 from longspan.engine.fsdp.backend import FSDPBackend
 from longspan.engine.fsdp.compiled import keeps_of
@@ -95,6 +96,7 @@ class Engine:
         Raises UserError (a ValueError) on every rank for a layout or a setting that cannot be honoured.
         """
         here = world()
+        check_same_settings(config)
         if config.backend not in BACKENDS:
             raise UserError(f"backend={config.backend!r} is not built yet. Use one of {sorted(BACKENDS)}")
         master = torch.float64 if config.dtype == "float64" else torch.float32

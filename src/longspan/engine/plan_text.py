@@ -61,7 +61,8 @@ def _width(header: str, cells: Sequence[str]) -> int:
 
 
 def _name(candidate: Candidate) -> str:
-    return candidate.layout.name + (" dynamic" if candidate.dynamic else "")
+    backend = " megatron" if candidate.backend == "megatron" else ""
+    return candidate.layout.name + (" dynamic" if candidate.dynamic else "") + backend
 
 
 def _figures(shown: Sequence[Candidate], best: Candidate) -> dict[str, list[str]]:
