@@ -23,10 +23,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def check_same_settings(config: EngineConfig) -> None:
+def check_same_settings(config: EngineConfig, ranks: int) -> None:
     """Raises UserError on every rank where ranks were given different settings: they would train parts of different models, or wait
     for each other. A model counts by the last part of its name, since machines may keep it in folders of their own. Collective."""
-    every: list[Any] = [None] * dist.get_world_size()
+    every: list[Any] = [None] * ranks
     dist.all_gather_object(every, dataclasses.replace(config, model=Path(config.model).name))
     for name in (field.name for field in dataclasses.fields(config)):
         values = [getattr(other, name) for other in every]

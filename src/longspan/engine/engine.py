@@ -96,7 +96,7 @@ class Engine:
         Raises UserError (a ValueError) on every rank for a layout or a setting that cannot be honoured.
         """
         here = world()
-        check_same_settings(config)
+        check_same_settings(config, here.ranks)
         if config.backend not in BACKENDS:
             raise UserError(f"backend={config.backend!r} is not built yet. Use one of {sorted(BACKENDS)}")
         master = torch.float64 if config.dtype == "float64" else torch.float32
