@@ -172,3 +172,13 @@ def test_a_reader_of_another_tag_is_caught(tmp_path: Path, monkeypatch) -> None:
     assert not torch.equal(*images(path))
     with pytest.raises(AssertionError):
         check(path, TURNS[3](STORED))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("png", np.uint16), ("tif", np.uint16), ("tif", np.float32)])
+def test_pixels_of_more_than_8_bits_are_refused(tmp_path: Path, kind: str, dtype: type) -> None:
+    """PIL clips them: nearly every pixel of a 16-bit scan would be white. Control: what fits is taken (the tests above)."""
+    path = tmp_path / f"wide.{kind}"
+    PIL.Image.fromarray(STORED[..., 0].astype(dtype) * dtype(7)).save(path)
+    for source in (path, PIL.Image.open(path)):
+        with pytest.raises(UserError, match="do not fit 8 bits"):
+            Image(source).load()

@@ -374,6 +374,8 @@ def test_float_and_byte_pixels_are_the_same_picture(vl):
     image = picture(8, 8)
     assert torch.equal(vl.reader.pixels(Image(image)), vl.reader.pixels(Image(image / 255.0)))
     assert Image(image).key() == Image(image / 255.0).key()
+    narrow = (torch.from_numpy(image) / 255.0).bfloat16()
+    assert Image(narrow).key() == Image(narrow.float()).key()
 
 
 def test_a_still_video_is_its_image(vl):

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
+import torch
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from torch import Tensor
@@ -208,6 +209,8 @@ def _decode_in_memory(source: ImageSource) -> None:
 
 def _upright(image: PIL.Image.Image) -> PIL.Image.Image:
     _decode(image)
+    if image.mode == "F" or (image.mode.startswith("I") and int(np.asarray(image).max()) > 255):
+        raise ValueError(f"its pixels (mode {image.mode!r}) do not fit 8 bits, and PIL would clip them at 255")
     as_it_is = image.getexif().get(EXIF_ORIENTATION, 1) == 1
     return (image if as_it_is else PIL.ImageOps.exif_transpose(image)).convert("RGB")
 
@@ -266,7 +269,10 @@ def _check_shape(kind: str, shape: tuple[int, ...], *, frames: bool) -> None:
 
 
 def _pixels(kind: str, source: np.ndarray | Tensor) -> np.ndarray:
-    array = source.detach().cpu().numpy() if isinstance(source, Tensor) else source
+    if isinstance(source, Tensor):  # numpy has no bf16
+        array = (source.detach().float() if source.dtype == torch.bfloat16 else source.detach()).cpu().numpy()
+    else:
+        array = source
     if array.dtype.kind == "f":
         if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
             raise UserError(
