@@ -270,9 +270,8 @@ def _check_shape(kind: str, shape: tuple[int, ...], *, frames: bool) -> None:
 
 def _pixels(kind: str, source: np.ndarray | Tensor) -> np.ndarray:
     if isinstance(source, Tensor):  # numpy has no bf16
-        array = (source.detach().float() if source.dtype == torch.bfloat16 else source.detach()).cpu().numpy()
-    else:
-        array = source
+        source = (source.float() if source.dtype == torch.bfloat16 else source).detach().cpu().numpy()
+    array = source
     if array.dtype.kind == "f":
         if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
             raise UserError(
