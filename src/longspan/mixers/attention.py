@@ -21,7 +21,7 @@ from longspan.mixers.merge import PartialSoftmax, Sum
 from longspan.mixers.precision import accumulator
 from longspan.mixers.transport import Ahead
 
-__all__ = ["AttentionCache", "ByWindow", "Mixer", "Prepared", "Saved", "SizeCheck", "Work", "core_attention"]
+__all__ = ["AnySize", "AttentionCache", "ByWindow", "Mixer", "Prepared", "Saved", "SizeCheck", "Work", "core_attention"]
 
 SizeCheck = Callable[[int], str | None]  # cp size -> why it does not work, None when it does
 
@@ -137,6 +137,32 @@ class AttentionCache:
     def slot(self, layer: int | str) -> Saved:
         """The slot of a layer, the same one at every call."""
         return self._slots.setdefault(layer, Saved(self.park))
+
+
+class AnySize:
+    """Of mixers that run at every CP size and attend by what they prepared alone."""
+
+    __slots__ = ()
+
+    def sizes(self, heads: int, kv_heads: int) -> SizeCheck:
+        """Every size works."""
+        return lambda size: None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prepared: Prepared,
+        *,
+        scale: float,
+        kernel: Kernel,
+        window: int | None = None,
+        sink: Tensor | None = None,
+        saved: Saved | None = None,
+    ) -> Tensor:
+        """See Mixer."""
+        return core_attention(prepared, q, k, v, work=Work(kernel, scale, window), sink=sink, saved=saved)
 
 
 def core_attention(

@@ -18,18 +18,16 @@ from longspan.layout.index import inverse
 from longspan.layout.mesh import CPGroup
 from longspan.layout.seqinfo import Run, SeqInfo
 from longspan.mixers.attention import (
+    AnySize,
     ByWindow,
-    Saved,
-    SizeCheck,
     Upstream,
     Work,
-    core_attention,
     partial_softmax,
     run_backward,
     run_forward,
 )
 from longspan.mixers.blocks import Call, ranges, rows_of
-from longspan.mixers.kernels import Block, Kernel
+from longspan.mixers.kernels import Block
 from longspan.mixers.local import Local, LocalPrepared
 from longspan.mixers.merge import Sum
 
@@ -63,14 +61,10 @@ class GatherPrepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(AnySize):
     """Any number of ranks and heads."""
 
     name: str = "gather"
-
-    def sizes(self, heads: int, kv_heads: int) -> SizeCheck:
-        """Every size works."""
-        return lambda size: None
 
     def prepare(self, info: SeqInfo, device: torch.device) -> GatherPrepared | LocalPrepared:
         """The calls without a window; those of windowed layers follow at their first use."""
@@ -79,22 +73,6 @@ class Gather:
         prepared = GatherPrepared(info, ByWindow(lambda window: _make_calls(info, window, device)))
         prepared.calls(None)
         return prepared
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prepared: GatherPrepared | LocalPrepared,
-        *,
-        scale: float,
-        kernel: Kernel,
-        window: int | None = None,
-        sink: Tensor | None = None,
-        saved: Saved | None = None,
-    ) -> Tensor:
-        """See attention.Mixer."""
-        return core_attention(prepared, q, k, v, work=Work(kernel, scale, window), sink=sink, saved=saved)
 
 
 def _gather(k: Tensor, v: Tensor, group: CPGroup) -> tuple[Tensor, Tensor]:

@@ -21,18 +21,15 @@ from torch import Tensor
 from longspan.layout.index import inverse
 from longspan.layout.seqinfo import Run, SeqInfo
 from longspan.mixers.attention import (
+    AnySize,
     ByWindow,
-    Saved,
-    SizeCheck,
     Upstream,
     Work,
-    core_attention,
     partial_softmax,
     run_backward,
     run_forward,
 )
 from longspan.mixers.blocks import Call, documents_call, pair_calls, ranges
-from longspan.mixers.kernels import Kernel
 from longspan.mixers.local import Local, LocalPrepared
 from longspan.mixers.merge import Sum
 from longspan.mixers.ring import reach
@@ -92,15 +89,11 @@ class OverlappedGatherPrepared:
 
 
 @dataclass(frozen=True, slots=True)
-class OverlappedGather:
+class OverlappedGather(AnySize):
     """gather with overlap: any number of ranks and heads."""
 
     transport: Transport
     name: str = "gather"
-
-    def sizes(self, heads: int, kv_heads: int) -> SizeCheck:
-        """Every size works."""
-        return lambda size: None
 
     def prepare(self, info: SeqInfo, device: torch.device) -> OverlappedGatherPrepared | LocalPrepared:
         """The calls without a window; those of windowed layers follow at their first use."""
@@ -110,22 +103,6 @@ class OverlappedGather:
         prepared = OverlappedGatherPrepared(info, self.transport, meetings)
         prepared.meetings(None)
         return prepared
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prepared: OverlappedGatherPrepared | LocalPrepared,
-        *,
-        scale: float,
-        kernel: Kernel,
-        window: int | None = None,
-        sink: Tensor | None = None,
-        saved: Saved | None = None,
-    ) -> Tensor:
-        """See attention.Mixer."""
-        return core_attention(prepared, q, k, v, work=Work(kernel, scale, window), sink=sink, saved=saved)
 
 
 def _landed(arriving: Arrival) -> tuple[Tensor, Tensor]:

@@ -17,18 +17,16 @@ from torch import Tensor
 
 from longspan.layout.seqinfo import SeqInfo, runs
 from longspan.mixers.attention import (
+    AnySize,
     ByWindow,
-    Saved,
-    SizeCheck,
     Upstream,
     Work,
-    core_attention,
     partial_softmax,
     run_backward,
     run_forward,
 )
 from longspan.mixers.blocks import Call, documents_call, pair_calls, ranges, rows_of
-from longspan.mixers.kernels import Block, Kernel
+from longspan.mixers.kernels import Block
 from longspan.mixers.local import Local, LocalPrepared
 from longspan.mixers.merge import Sum
 from longspan.mixers.transport import Collective, Transport
@@ -79,15 +77,11 @@ class RingPrepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class Ring(AnySize):
     """Any number of ranks and heads."""
 
     transport: Transport = field(default_factory=Collective)
     name: str = "ring"
-
-    def sizes(self, heads: int, kv_heads: int) -> SizeCheck:
-        """Every size works."""
-        return lambda size: None
 
     def prepare(self, info: SeqInfo, device: torch.device) -> RingPrepared | LocalPrepared:
         """The steps without a window; those of windowed layers follow at their first use."""
@@ -96,22 +90,6 @@ class Ring:
         prepared = RingPrepared(info, self.transport, ByWindow(lambda window: _make_steps(info, window, device)))
         prepared.steps(None)
         return prepared
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prepared: RingPrepared | LocalPrepared,
-        *,
-        scale: float,
-        kernel: Kernel,
-        window: int | None = None,
-        sink: Tensor | None = None,
-        saved: Saved | None = None,
-    ) -> Tensor:
-        """See attention.Mixer."""
-        return core_attention(prepared, q, k, v, work=Work(kernel, scale, window), sink=sink, saved=saved)
 
 
 def _make_steps(info: SeqInfo, window: int | None, device: torch.device) -> tuple[tuple[Call, ...], ...]:

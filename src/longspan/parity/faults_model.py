@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longspan.parity.mutation import Fault
 
+ATTENTION = "longspan.mixers.attention"  # what ring and gather attend by
 RING = "longspan.mixers.ring"
 GATHER = "longspan.mixers.gather"
 OVERLAP = "longspan.mixers.gather_overlap"  # gather over symmetric memory: faults of gather are planted in both
@@ -296,11 +297,11 @@ FAULTS = (
     Fault(
         "window",
         "D5 CP drops the sliding window",
-        ((f"{GATHER}:core_attention", no_window),),
+        ((f"{ATTENTION}:core_attention", no_window),),
         model="tiny:mistral",
         layout="cp2-gather",
     ),
-    Fault("scale", "attention scaled twice", ((f"{RING}:core_attention", scale_squared),), layout="cp2-ring"),
+    Fault("scale", "attention scaled twice", ((f"{ATTENTION}:core_attention", scale_squared),), layout="cp2-ring"),
     Fault(
         "recompute-slot",
         "recomputation takes another layer's attention",
